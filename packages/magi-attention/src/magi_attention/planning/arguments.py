@@ -1,0 +1,199 @@
+"""From what users pass to what the planner takes: masks, mask types, groups, names of roles.
+
+Errors here are the caller's: they name the argument, what is expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch.distributed as dist
+from magi_comm.groups import Communicator, as_communicator
+from magi_core.bands import Bands
+from magi_core.mask import Mask
+from magi_core.mask_type import AttnMaskType
+from magi_core.ranges import AttnRange, AttnRanges
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+GeneralAttnMaskType: TypeAlias = "str | AttnMaskType | Sequence[str | AttnMaskType]"
+"""What names mask types: one for all slices, or one per slice."""
+
+RangesLike: TypeAlias = "AttnRanges | np.ndarray | Tensor | Sequence[Sequence[int]] | Sequence[AttnRange]"
+"""What names a list of half-open ranges: ``AttnRanges``, an ``(N, 2)`` integer array or tensor, or a list of pairs."""
+
+GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | Communicator | None"
+
+ROLES = ("q", "k")
+
+
+def as_int_list(values: Any, name: str) -> list[int]:
+    """A one-dimensional list, array or tensor of integers as Python ints."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be one-dimensional and of integers, got shape {array.shape} of {array.dtype}")
+    return [int(v) for v in array]
+
+
+def mask_type_of(value: Any, name: str = "attn_mask_type") -> AttnMaskType:
+    """One mask type from its enum member, public string or integer code."""
+    if isinstance(value, AttnMaskType):
+        return value
+    if isinstance(value, str):
+        try:
+            return AttnMaskType(value)
+        except ValueError:
+            names = ", ".join(repr(t.value) for t in AttnMaskType)
+            raise ValueError(f"{name} must be one of {names}, got {value!r}") from None
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        if not 0 <= value <= 3:
+            raise ValueError(f"{name} must be within 0..3 as an integer, got {value}")
+        return AttnMaskType.from_int_type(int(value))
+    raise TypeError(f"{name} must be an AttnMaskType, its string or its integer, got {value!r} of {type(value).__name__}")
+
+
+def mask_type_list(attn_mask_type: Any, num_slices: int, name: str = "attn_mask_type") -> list[AttnMaskType]:
+    """One mask type per slice; a single one serves all."""
+    if isinstance(attn_mask_type, (str, AttnMaskType, int, np.integer)):
+        return [mask_type_of(attn_mask_type, name)] * num_slices
+    if isinstance(attn_mask_type, Tensor):
+        attn_mask_type = attn_mask_type.detach().cpu().tolist()
+    if not isinstance(attn_mask_type, Iterable):
+        raise TypeError(
+            f"{name} must be a mask type or a list of them, got {attn_mask_type!r} of {type(attn_mask_type).__name__}"
+        )
+    types = [mask_type_of(t, name) for t in attn_mask_type]
+    if len(types) != num_slices:
+        raise ValueError(f"{name} must have one entry per slice ({num_slices}), got {len(types)}")
+    return types
+
+
+def ranges_array(ranges: Any, name: str) -> np.ndarray:
+    """``(N, 2)`` int64 from anything that names ranges; device tensors are copied to the host."""
+    if isinstance(ranges, AttnRanges):
+        ranges = ranges.to_naive_ranges()
+    elif isinstance(ranges, Tensor):
+        ranges = ranges.detach().cpu().numpy()
+    elif not isinstance(ranges, np.ndarray):
+        try:
+            ranges = [(r.start, r.end) if isinstance(r, AttnRange) else tuple(r) for r in ranges]
+        except TypeError:
+            raise TypeError(
+                f"{name} must be AttnRanges, an (N, 2) array or tensor, or a list of pairs, got {type(ranges).__name__}"
+            ) from None
+    try:
+        array = np.asarray(ranges)
+    except ValueError:
+        raise ValueError(f"{name} must be pairs (start, end), got entries of different lengths") from None
+    if array.size == 0:
+        return np.zeros((0, 2), np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be of integers, got {array.dtype}")
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ValueError(f"{name} must be (N, 2) pairs of start and end, got shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def as_mask(
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_mask_type: Any,
+    total_q: int,
+    total_k: int,
+    *,
+    allow_overlap: bool = False,
+) -> Mask:
+    """The mask that slices describe, checked: bounds, order and double cover.
+
+    A ``Mask`` may stand in the place of ``q_ranges`` with ``k_ranges`` and ``attn_mask_type`` None.
+
+    Raises:
+        ValueError: a range outside its tensor, numbers of slices that differ, or (unless ``allow_overlap``) a pair that
+            two slices cover, naming both. TypeError: ranges that are none.
+    """
+    for name, total in (("total_seqlen_q", total_q), ("total_seqlen_k", total_k)):
+        if isinstance(total, bool) or not isinstance(total, (int, np.integer)):
+            raise TypeError(f"{name} must be an int, got {total!r} of {type(total).__name__}")
+        if total < 0:
+            raise ValueError(f"{name} must not be negative, got {total}")
+    if isinstance(q_ranges, Mask):
+        if k_ranges is not None or attn_mask_type is not None:
+            raise ValueError("k_ranges and attn_mask_type must be None when q_ranges is a Mask: it names all slices")
+        mask = q_ranges
+        if (mask.total_q, mask.total_k) != (total_q, total_k):
+            raise ValueError(
+                f"total_seqlen_q and total_seqlen_k must be the mask's ({mask.total_q}, {mask.total_k}), "
+                f"got ({total_q}, {total_k})"
+            )
+    else:
+        q, k = ranges_array(q_ranges, "q_ranges"), ranges_array(k_ranges, "k_ranges")
+        if len(q) != len(k):
+            raise ValueError(f"q_ranges and k_ranges must have the same length, got {len(q)} and {len(k)}")
+        types = mask_type_list(attn_mask_type, len(q))
+        for name, array, total in (("q_ranges", q, total_q), ("k_ranges", k, total_k)):
+            wrong = np.flatnonzero((array[:, 0] < 0) | (array[:, 0] > array[:, 1]) | (array[:, 1] > total))
+            if len(wrong):
+                start, end = array[wrong[0]]
+                raise ValueError(
+                    f"{name}[{wrong[0]}] must be within [0, {total}) with start <= end, got [{start}, {end})"
+                )
+        codes = np.array([t.to_int_type() for t in types], np.int32)
+        mask = Mask.from_slices(q.astype(np.int32), k.astype(np.int32), codes, total_q=int(total_q), total_k=int(total_k))
+    if not allow_overlap:
+        mask.check()
+    return mask
+
+
+def bands_digest(bands: Bands) -> int:
+    """A mask's digest as a Python int, equal for equal masks."""
+    digest = bands.digest
+    return int.from_bytes(digest, "little") if isinstance(digest, bytes) else int(digest)
+
+
+def as_group(cp_group_or_mesh: GroupLike) -> Communicator:
+    """The communicator of a process group, a device mesh of one or two axes, or a communicator.
+
+    A two-dimensional mesh (inter-node, intra-node) is one group of all its ranks, in the mesh's order.
+
+    Raises:
+        TypeError: something else. ValueError: a mesh of more axes.
+    """
+    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim != 1:
+        if cp_group_or_mesh.ndim > 2:
+            raise ValueError(
+                f"cp_group_or_mesh must be a DeviceMesh of at most 2 axes (inter-node, intra-node), "
+                f"got {cp_group_or_mesh.ndim}"
+            )
+        return as_communicator(cp_group_or_mesh._flatten().get_group())
+    if not isinstance(cp_group_or_mesh, (dist.ProcessGroup, DeviceMesh, Communicator, type(None))):
+        raise TypeError(
+            f"cp_group_or_mesh must be a ProcessGroup, a DeviceMesh or a Communicator, "
+            f"got {type(cp_group_or_mesh).__name__}"
+        )
+    return as_communicator(cp_group_or_mesh)
+
+
+def check_role(role: str) -> None:
+    """Refuse a role that is neither queries nor keys."""
+    if role not in ROLES:
+        raise ValueError(f"role must be 'q' (queries) or 'k' (keys and values), got {role!r}")
+
+
+__all__ = [
+    "GeneralAttnMaskType",
+    "GroupLike",
+    "RangesLike",
+    "as_group",
+    "as_int_list",
+    "as_mask",
+    "check_role",
+    "mask_type_list",
+    "mask_type_of",
+    "ranges_array",
+]
