@@ -351,10 +351,12 @@ def as_communicator(group: GroupLike = None) -> Communicator:
         if found is None:
             found = _communicators[id(group)] = GroupCommunicator(group)
         return found
-    if isinstance(group, int) or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"group must contain the calling process, got {group!r} (what new_group gives to non-members)")
+    not_a_member: Any = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not_a_member:
+        raise ValueError("group must contain the calling process; this is what new_group gives to the others")
     if isinstance(group, Communicator):
         return group
     raise TypeError(
-        f"group must be a ProcessGroup, a one-dimensional DeviceMesh, a Communicator or None, got {type(group).__name__}"
+        "group must be a ProcessGroup, a one-dimensional DeviceMesh, a Communicator or None, "
+        f"got {type(group).__name__}"
     )

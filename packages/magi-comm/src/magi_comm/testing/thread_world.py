@@ -23,7 +23,7 @@ __all__ = ["RankAborted", "RankFailure", "ThreadCommunicator", "ThreadWorld"]
 
 
 class RankFailure(RuntimeError):
-    """A rank of a test world failed. ``rank`` tells which, ``details`` is its traceback, ``__cause__`` its exception."""
+    """A rank of a test world failed: ``rank`` tells which, ``details`` is its traceback."""
 
     def __init__(self, rank: int, size: int, error: str, details: str) -> None:
         super().__init__(f"rank {rank} of {size} failed: {error}\n{details}".rstrip())
@@ -170,9 +170,9 @@ class ThreadCommunicator:
                             f"all_to_all_single: rank {r} sends {given.dtype} rows of {tuple(given.shape[1:])}, "
                             f"rank {d} expects {taken.dtype} rows of {tuple(taken.shape[1:])}"
                         )
-            pieces = [given.split(counts) for _, given, _, counts in parts]
+            pieces = [torch.split(given, counts) for _, given, _, counts in parts]
             for d, (taken, _, expected, _) in enumerate(parts):
-                for r, piece in enumerate(taken.split(expected)):
+                for r, piece in enumerate(torch.split(taken, expected)):
                     piece.copy_(pieces[r][d])
 
         return self._run("all_to_all_single", (output, input, out_counts, in_counts), complete, async_op)
@@ -358,6 +358,6 @@ class ThreadWorld:
                 self._changed.notify_all()
             raise
         if errors:
-            rank, error, details = next((e for e in errors if not isinstance(e[1], RankAborted)), errors[0])
-            raise RankFailure(rank, self.size, f"{type(error).__name__}: {error}", details) from error
+            rank, first, details = next((e for e in errors if not isinstance(e[1], RankAborted)), errors[0])
+            raise RankFailure(rank, self.size, f"{type(first).__name__}: {first}", details) from first
         return results
