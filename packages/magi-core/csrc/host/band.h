@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "magi/plan_format.h"
@@ -20,19 +21,25 @@ struct Range {
   friend bool operator==(Range const&, Range const&) = default;
 };
 
-// The band of a slice, shrunk to its visible cells; empty() of it is true when it has none.
+// A rectangle of query rows and key columns with a public mask type.
+struct Slice {
+  Range q, k;
+  MaskType type;
+};
+
+// The band of a slice, shrunk to its visible cells; is_empty() of it is true when it has none.
 Band band_of_slice(Range q, Range k, MaskType type);
 
 bool is_empty(Band const& band);
 
 // Shrinks rectangle and diagonals to the visible cells: afterwards every edge row and column of the rectangle has a
-// visible cell, lo >= k0 - (q1 - 1) and hi <= k1 - 1 - q0. An empty band becomes all zeros.
+// visible cell, and so have the diagonals lo and hi. An empty band becomes all zeros.
 Band shrink(Band band);
 
 // The part of `band` inside q x k, shrunk.
 Band clip(Band const& band, Range q, Range k);
 
-// The same cells after moving rows by dq and columns by dk.
+// The same cells after moving rows by dq and columns by dk. The caller sees to it that nothing leaves int32.
 Band shift(Band const& band, int32_t dq, int32_t dk);
 
 // Number of visible cells, in closed form.
@@ -41,7 +48,17 @@ int64_t area(Band const& band);
 // Visible columns of row q: [max(k0, q + lo), min(k1, q + hi + 1)), empty outside [q0, q1).
 Range columns(Band const& band, int32_t q);
 
-// Drops empty bands, fuses touching ones of equal diagonals, sorts by (q0, k0): equal lists have equal digests.
+// The smallest band that holds both (non-empty, shrunk) bands.
+Band hull(Band const& a, Band const& b);
+
+// Appends the fewest row intervals, each a slice of a public type, that together are the band: at most three.
+void append_slices(Band const& band, std::vector<Slice>& slices);
+
+// Drops empty bands, fuses disjoint touching ones whose union is a band, sorts by (q0, k0). See band.cc for what is
+// and what is not promised about lists that cover equal cells.
 std::vector<Band> canonical(std::vector<Band> bands);
+
+// 64-bit digest of a list of bands as they stand.
+uint64_t digest(std::span<Band const> bands, uint64_t seed = 0);
 
 }  // namespace magi
