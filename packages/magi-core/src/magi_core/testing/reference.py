@@ -90,8 +90,8 @@ def _dense(
     empty = total == 0
     safe = torch.where(empty, 1.0, total)
     lse = torch.where(empty, torch.where(saturated, torch.inf, -torch.inf).to(dtype), largest + safe.log())
-    weights = (p[:, :, :total_k] / safe).to(p_dtype).to(dtype)
-    out = weights @ b_v
+    # A product in p_dtype, so that its gradients with respect to weights and v are rounded to p_dtype as well.
+    out = (p[:, :, :total_k] / safe).to(p_dtype) @ b_v.to(p_dtype)
     return out.transpose(0, 1), lse.squeeze(2).t(), max_logits
 
 
