@@ -1,6 +1,7 @@
 """Group collectives over ``torch.distributed``: cast ranges of rows to any set of ranks, and reduce them back."""
 
-from .groups import Communicator, GroupCommunicator, SingleCommunicator, Work, as_communicator
+from .group_collective import GroupReduceOp, group_cast, group_reduce
+from .groups import Communicator, GroupCommunicator, GroupLike, SingleCommunicator, Work, as_communicator
 from .range_exchange import RangeExchange
 from .states import merge_states
 from .work import ExchangeWork, WorkWithPostProcessFn
@@ -9,10 +10,14 @@ __all__ = [
     "Communicator",
     "ExchangeWork",
     "GroupCommunicator",
+    "GroupLike",
+    "GroupReduceOp",
     "RangeExchange",
     "SingleCommunicator",
     "Work",
     "WorkWithPostProcessFn",
     "as_communicator",
+    "group_cast",
+    "group_reduce",
     "merge_states",
 ]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .groups import GroupLike, as_communicator
+from .groups import GroupLike, Work, as_communicator
 from .rows import IntArray, RowRuns, accumulate, wide_dtype
 from .work import ExchangeWork
 
@@ -156,20 +156,31 @@ class RangeExchange:
                 raise ValueError(f"{self._where}: tensors[{i}] must have {expected}, got shape {tuple(tensor.shape)}")
         if outs is not None:
             self._check_like("out", outs, "tensors", inputs, self.num_recv)
+        work, unpack = self.start_cast(inputs, async_op)
+
+        def finish() -> Any:
+            results = unpack(outs)
+            return results[0] if single else tuple(results)
+
+        return _begun(work, finish, async_op)
+
+    def start_cast(
+        self, inputs: list[Tensor], async_op: bool
+    ) -> tuple[Work, Callable[[list[Tensor] | None], list[Tensor]]]:
+        """The transfer of checked tensors, and the function that unpacks it once it is over (into given buffers)."""
         with torch.no_grad():
             wire = _Wire([(t.dtype, t.shape[1:]) for t in inputs], inputs[0].device)
             packed = wire.pack(inputs, self._pack, self.num_send)
             arrived = wire.empty(self.num_recv)
             work = self.comm.all_to_all_single(arrived, packed, self.recv_splits, self.send_splits, async_op)
 
-        def finish() -> Any:
+        def unpack(outs: list[Tensor] | None) -> list[Tensor]:
             nonlocal packed
             del packed  # it had to live until now
             with torch.no_grad():
-                results = wire.unpack(arrived, self._unpack, self.num_recv, outs)
-            return results[0] if single else tuple(results)
+                return wire.unpack(arrived, self._unpack, self.num_recv, outs)
 
-        return self._done(ExchangeWork(work, finish), async_op)
+        return work, unpack
 
     # -- reduce -----------------------------------------------------------------------------------------------------
 
@@ -220,20 +231,6 @@ class RangeExchange:
         Returns:
             A work whose ``wait()`` gives ``into``.
         """
-        return self._reduce(partials, into, op, wire_dtype, async_op, wide=None, count_own=True)
-
-    def _reduce(
-        self,
-        partials: Tensor | Sequence[Tensor],
-        into: Tensor | Sequence[Tensor],
-        op: str,
-        wire_dtype: torch.dtype | None,
-        async_op: bool,
-        *,
-        wide: torch.dtype | None,
-        count_own: bool,
-        prepare: Callable[[], None] | None = None,
-    ) -> ExchangeWork[Any]:
         if op not in REDUCE_OPS:
             raise ValueError(f"{self._where}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
@@ -259,37 +256,50 @@ class RangeExchange:
         self._check_like("into", targets, "partials", inputs, least, dtype=False)
         if self.num_local is not None and any(t.shape[0] != least for t in targets):
             raise ValueError(f"{self._where}: into must have {least} local rows, got {[t.shape[0] for t in targets]}")
+        work, fold = self.start_reduce(inputs, op, wire_dtype, async_op)
+
+        def finish() -> Any:
+            fold(targets, None, True)
+            return into if isinstance(into, Tensor) else tuple(targets)
+
+        return _begun(work, finish, async_op)
+
+    def start_reduce(
+        self, inputs: list[Tensor], op: str, wire_dtype: torch.dtype | None, async_op: bool
+    ) -> tuple[Work, Callable[[list[Tensor], torch.dtype | None, bool], None]]:
+        """The transfer of checked partials, and the function that folds it once it is over.
+
+        The function takes the accumulators, the dtype to sum in (None: the widest of all and float32), and whether
+        what the accumulators hold counts as one in an average.
+        """
+        dtypes = [t.dtype if wire_dtype is None else wire_dtype for t in inputs]
+        if op == "lse":
+            dtypes[1] = inputs[1].dtype
+        given_dtypes = [t.dtype for t in inputs]
         with torch.no_grad():
-            dtypes = [t.dtype if wire_dtype is None or (op == "lse" and i == 1) else wire_dtype
-                      for i, t in enumerate(inputs)]  # fmt: skip
             wire = _Wire([(d, t.shape[1:]) for d, t in zip(dtypes, inputs, strict=True)], inputs[0].device)
             packed = wire.pack(inputs, self._return, self.num_recv)
             arrived = wire.empty(self.num_send)
             work = self.comm.all_to_all_single(arrived, packed, self.send_splits, self.recv_splits, async_op)
 
-        def finish() -> Any:
+        def fold(targets: list[Tensor], wide: torch.dtype | None, count_own: bool) -> None:
             nonlocal packed
             del packed
+            parts = wire.columns(arrived)
             with torch.no_grad():
-                if prepare is not None:
-                    prepare()
-                parts = wire.columns(arrived)
                 if op == "lse":
-                    accumulate(self._fold, op, parts[0], targets[0], input_lse=parts[1], into_lse=targets[1], wide=wide)
+                    dtype = wide_dtype(given_dtypes[0], targets[0].dtype, *([] if wide is None else [wide]))
+                    accumulate(
+                        self._fold, op, parts[0], targets[0], input_lse=parts[1], into_lse=targets[1], wide=dtype
+                    )
                 else:
-                    for part, given, target in zip(parts, inputs, targets, strict=True):
-                        dtype = wide or wide_dtype(given.dtype, part.dtype, target.dtype)
+                    for part, given, target in zip(parts, given_dtypes, targets, strict=True):
+                        dtype = wide_dtype(given, target.dtype, *([] if wide is None else [wide]))
                         accumulate(self._fold, op, part, target, wide=dtype, count_own=count_own)
-            return into if isinstance(into, Tensor) else tuple(targets)
 
-        return self._done(ExchangeWork(work, finish), async_op)
+        return work, fold
 
     # -- shared -----------------------------------------------------------------------------------------------------
-
-    def _done(self, work: ExchangeWork[Any], async_op: bool) -> ExchangeWork[Any]:
-        if not async_op:
-            work.wait()
-        return work
 
     def _tensors(self, name: str, value: Tensor | Sequence[Tensor]) -> tuple[list[Tensor], bool]:
         single = isinstance(value, Tensor)
@@ -333,6 +343,13 @@ class RangeExchange:
             )
         if tensors[1].dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{self._where}: {name}[1], the lse, must be float32 or float64, got {tensors[1].dtype}")
+
+
+def _begun(work: Work, finish: Callable[[], Any], async_op: bool) -> ExchangeWork[Any]:
+    exchange = ExchangeWork(work, finish)
+    if not async_op:
+        exchange.wait()
+    return exchange
 
 
 def _starts(lengths: IntArray) -> IntArray:
