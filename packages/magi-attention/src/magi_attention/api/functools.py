@@ -7,6 +7,7 @@ is aligned to the bottom-right corner of its rectangle, as everywhere in this pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -177,7 +178,7 @@ def infer_attn_mask_from_cu_seqlens(
     """
     cu_q, cu_k = as_int_list(cu_seqlens_q, "cu_seqlens_q"), as_int_list(cu_seqlens_k, "cu_seqlens_k")
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not cu or cu[0] != 0 or any(a > b for a, b in zip(cu, cu[1:], strict=False)):
+        if not cu or cu[0] != 0 or any(a > b for a, b in pairwise(cu)):
             raise ValueError(f"{name} must start at 0 and never fall, got {cu}")
     if len(cu_q) != len(cu_k):
         raise ValueError(
@@ -190,7 +191,7 @@ def infer_attn_mask_from_cu_seqlens(
     if global_window_size < 0:
         raise ValueError(f"global_window_size must not be negative, got {global_window_size}")
     q_ranges, k_ranges, types = AttnRanges(), AttnRanges(), []
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         if not has_window:
             q_ranges.append(AttnRange(q0, q1))
             k_ranges.append(AttnRange(k0, k1))

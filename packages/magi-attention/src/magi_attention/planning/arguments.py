@@ -5,16 +5,15 @@ Errors here are the caller's: they name the argument, what is expected and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
 from magi_comm.groups import Communicator, as_communicator
-from magi_core.bands import Bands
 from magi_core.mask import Mask
-from magi_core.mask_type import AttnMaskType
-from magi_core.ranges import AttnRange, AttnRanges
+from magi_core.mask_type import AttnMaskType, mask_type_codes
+from magi_core.ranges import AttnRange, AttnRanges, range_array
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,63 +40,16 @@ def as_int_list(values: Any, name: str) -> list[int]:
     return [int(v) for v in array]
 
 
-def mask_type_of(value: Any, name: str = "attn_mask_type") -> AttnMaskType:
-    """One mask type from its enum member, public string or integer code."""
-    if isinstance(value, AttnMaskType):
-        return value
-    if isinstance(value, str):
-        try:
-            return AttnMaskType(value)
-        except ValueError:
-            names = ", ".join(repr(t.value) for t in AttnMaskType)
-            raise ValueError(f"{name} must be one of {names}, got {value!r}") from None
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        if not 0 <= value <= 3:
-            raise ValueError(f"{name} must be within 0..3 as an integer, got {value}")
-        return AttnMaskType.from_int_type(int(value))
-    raise TypeError(f"{name} must be an AttnMaskType, its string or its integer, got {value!r} of {type(value).__name__}")
-
-
 def mask_type_list(attn_mask_type: Any, num_slices: int, name: str = "attn_mask_type") -> list[AttnMaskType]:
     """One mask type per slice; a single one serves all."""
-    if isinstance(attn_mask_type, (str, AttnMaskType, int, np.integer)):
-        return [mask_type_of(attn_mask_type, name)] * num_slices
-    if isinstance(attn_mask_type, Tensor):
-        attn_mask_type = attn_mask_type.detach().cpu().tolist()
-    if not isinstance(attn_mask_type, Iterable):
-        raise TypeError(
-            f"{name} must be a mask type or a list of them, got {attn_mask_type!r} of {type(attn_mask_type).__name__}"
-        )
-    types = [mask_type_of(t, name) for t in attn_mask_type]
-    if len(types) != num_slices:
-        raise ValueError(f"{name} must have one entry per slice ({num_slices}), got {len(types)}")
-    return types
+    return [AttnMaskType.from_int_type(int(code)) for code in mask_type_codes(attn_mask_type, num_slices, name)]
 
 
 def ranges_array(ranges: Any, name: str) -> np.ndarray:
-    """``(N, 2)`` int64 from anything that names ranges; device tensors are copied to the host."""
-    if isinstance(ranges, AttnRanges):
-        ranges = ranges.to_naive_ranges()
-    elif isinstance(ranges, Tensor):
-        ranges = ranges.detach().cpu().numpy()
-    elif not isinstance(ranges, np.ndarray):
-        try:
-            ranges = [(r.start, r.end) if isinstance(r, AttnRange) else tuple(r) for r in ranges]
-        except TypeError:
-            raise TypeError(
-                f"{name} must be AttnRanges, an (N, 2) array or tensor, or a list of pairs, got {type(ranges).__name__}"
-            ) from None
-    try:
-        array = np.asarray(ranges)
-    except ValueError:
-        raise ValueError(f"{name} must be pairs (start, end), got entries of different lengths") from None
-    if array.size == 0:
-        return np.zeros((0, 2), np.int64)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be of integers, got {array.dtype}")
-    if array.ndim != 2 or array.shape[1] != 2:
-        raise ValueError(f"{name} must be (N, 2) pairs of start and end, got shape {array.shape}")
-    return array.astype(np.int64)
+    """``(N, 2)`` int32 from anything that names ranges; device tensors are copied to the host."""
+    if isinstance(ranges, (list, tuple, AttnRanges)) and len(ranges) == 0:
+        return np.zeros((0, 2), np.int32)
+    return range_array(ranges, name)
 
 
 def as_mask(
@@ -135,7 +87,7 @@ def as_mask(
         q, k = ranges_array(q_ranges, "q_ranges"), ranges_array(k_ranges, "k_ranges")
         if len(q) != len(k):
             raise ValueError(f"q_ranges and k_ranges must have the same length, got {len(q)} and {len(k)}")
-        types = mask_type_list(attn_mask_type, len(q))
+        codes = mask_type_codes(attn_mask_type, len(q), "attn_mask_type")
         for name, array, total in (("q_ranges", q, total_q), ("k_ranges", k, total_k)):
             wrong = np.flatnonzero((array[:, 0] < 0) | (array[:, 0] > array[:, 1]) | (array[:, 1] > total))
             if len(wrong):
@@ -143,17 +95,10 @@ def as_mask(
                 raise ValueError(
                     f"{name}[{wrong[0]}] must be within [0, {total}) with start <= end, got [{start}, {end})"
                 )
-        codes = np.array([t.to_int_type() for t in types], np.int32)
-        mask = Mask.from_slices(q.astype(np.int32), k.astype(np.int32), codes, total_q=int(total_q), total_k=int(total_k))
+        mask = Mask.from_slices(q, k, codes, total_q=int(total_q), total_k=int(total_k))
     if not allow_overlap:
         mask.check()
     return mask
-
-
-def bands_digest(bands: Bands) -> int:
-    """A mask's digest as a Python int, equal for equal masks."""
-    digest = bands.digest
-    return int.from_bytes(digest, "little") if isinstance(digest, bytes) else int(digest)
 
 
 def as_group(cp_group_or_mesh: GroupLike) -> Communicator:
@@ -194,6 +139,5 @@ __all__ = [
     "as_mask",
     "check_role",
     "mask_type_list",
-    "mask_type_of",
     "ranges_array",
 ]

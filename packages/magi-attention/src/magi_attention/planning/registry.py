@@ -1,4 +1,4 @@
-"""Live plans: one least-recently-used dictionary per group, and the table from handles to plans.
+"""Live plans: one least-recently-used dictionary per group.
 
 Groups have dictionaries of their own, so that what one group plans never evicts what another uses. A plan that is
 evicted or cleared is forgotten: its key then raises ``ValueError`` until it is made again. A backward pass in eager
@@ -7,30 +7,21 @@ mode holds its plan by itself.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from magi_comm.groups import Communicator, GroupCommunicator
-from torch import Tensor
 
 from .. import env
+from ..runtime.handles import gone, handles
 from .key import DistAttnRuntimeKey
 
 if TYPE_CHECKING:
-    from ..runtime.manager import DistAttnRuntimeMgr
-
-
-def _gone(what: str) -> ValueError:
-    return ValueError(
-        f"{what} names no plan of this process: it was cleared, or evicted by more than "
-        "MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_SIZE newer ones of its group; make the key again"
-    )
+    from .manager import DistAttnRuntimeMgr
 
 
 class DistAttnRuntimeDict(OrderedDict[DistAttnRuntimeKey, "DistAttnRuntimeMgr"]):
@@ -50,7 +41,7 @@ def _is_alive(group: Communicator) -> bool:
 
 
 class DistAttnRuntimeDictManager:
-    """All live plans of the process, by group and by handle. Thread-safe.
+    """All live plans of the process, by group. Thread-safe.
 
     A group's plans hang on its communicator, so they go when nothing refers to that any more; communicators of process
     groups are kept until the group is destroyed, because their users hold the group, not the communicator.
@@ -63,16 +54,11 @@ class DistAttnRuntimeDictManager:
         self._max_size = max_size
         self._lock = threading.RLock()
         self._kept: set[Communicator] = set()
-        self._by_handle: weakref.WeakValueDictionary[int, DistAttnRuntimeMgr] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count(1)
+        self._live: weakref.WeakSet[DistAttnRuntimeMgr] = weakref.WeakSet()
         self._attribute = f"_magi_attention_plans_{id(self)}"
 
     def _of(self, group: Communicator) -> DistAttnRuntimeDict | None:
         return getattr(group, self._attribute, None)
-
-    def new_handle(self) -> Tensor:
-        """A name that no plan of this process has had."""
-        return torch.tensor(next(self._numbers), dtype=torch.int64)
 
     def __contains__(self, key: object) -> bool:
         with self._lock:
@@ -80,7 +66,7 @@ class DistAttnRuntimeDictManager:
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._by_handle)
+            return len(self._live)
 
     def keys(self, cp_group: Communicator) -> Iterator[DistAttnRuntimeKey]:
         """Keys of a group, least recently used first."""
@@ -99,21 +85,10 @@ class DistAttnRuntimeDictManager:
             plans = self._of(key.cp_group)
             manager = None if plans is None else plans.get(key)
             if plans is None or manager is None:
-                raise _gone("key")
+                raise gone("key")
             plans.move_to_end(key)
             plans.most_recent = manager.key
             return manager
-
-    def by_handle(self, handle: Tensor) -> DistAttnRuntimeMgr:
-        """The plan that a 0-d int64 CPU tensor names.
-
-        Raises:
-            ValueError: none does.
-        """
-        manager = self._by_handle.get(int(handle))
-        if manager is None:
-            raise _gone(f"handle {int(handle)}")
-        return manager
 
     def get_or_make(self, key: DistAttnRuntimeKey, make: Callable[[], DistAttnRuntimeMgr]) -> DistAttnRuntimeMgr:
         """The plan equal to ``key``, or a new one; now the most recent of its group.
@@ -135,14 +110,16 @@ class DistAttnRuntimeDictManager:
                 self._kept.add(key.cp_group)
             plans[key] = manager
             plans.most_recent = key
-            self._by_handle[int(key.handle)] = manager
+            self._live.add(manager)
+            handles.set(key.handle, manager)
             max_size = env.snapshot().dist_attn_runtime_dict_size if self._max_size is None else self._max_size
             while len(plans) > max(max_size, 1):
                 self._forget(plans.popitem(last=False)[1])
         return manager
 
     def _forget(self, manager: DistAttnRuntimeMgr) -> None:
-        self._by_handle.pop(int(manager.key.handle), None)
+        self._live.discard(manager)
+        handles.drop(manager.key.handle)
 
     def most_recent(self, cp_group: Communicator) -> DistAttnRuntimeKey:
         """The key last made or used on a group.
@@ -160,13 +137,8 @@ class DistAttnRuntimeDictManager:
         """Forget the plans of one group, or of all."""
         with self._lock:
             if cp_group is None:
-                for manager in list(self._by_handle.values()):
-                    plans = self._of(manager.key.cp_group)
-                    if plans is not None:
-                        plans.clear()
-                        plans.most_recent = None
-                self._by_handle.clear()
-                self._kept.clear()
+                for group in {manager.key.cp_group for manager in list(self._live)}:
+                    self.clear(group)
                 return
             plans = self._of(cp_group)
             if plans is not None:

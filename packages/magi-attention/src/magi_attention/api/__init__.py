@@ -1,0 +1,100 @@
+"""The public surface: everything a program needs to attend over slices on one device or many."""
+
+from magi_core.flex_attn import AttnForwardMeta, flex_flash_attn_func
+from magi_core.mask_type import AttnMaskType
+from magi_core.ranges import AttnRanges
+
+from ..common.enum import AttnOverlapMode
+from ..config import (
+    BSDispatchAlg,
+    DispatchAlg,
+    DispatchConfig,
+    DistAttnConfig,
+    DPDispatchAlg,
+    GreedyOverlapAlg,
+    GrpCollConfig,
+    LBDispatchAlg,
+    MinHeapDispatchAlg,
+    OverlapAlg,
+    OverlapConfig,
+    SequentialDispatchAlg,
+    SortedSequentialSelectAlg,
+    ToppHeapDispatchAlg,
+    UniformOverlapAlg,
+)
+from ..planning.arguments import GeneralAttnMaskType
+from ..planning.key import DistAttnRuntimeKey
+from ..planning.registry import DistAttnRuntimeDictManager, dist_attn_runtime_dict_mgr
+from .functools import (
+    compute_pad_size,
+    infer_attn_mask_from_cu_seqlens,
+    infer_attn_mask_from_sliding_window,
+    infer_varlen_mask_from_batch,
+    squash_batch_dim,
+)
+from .magi_attn_interface import (
+    calc_attn,
+    clear_cache,
+    dispatch,
+    get_most_recent_key,
+    get_position_ids,
+    init_dist_attn_runtime_key,
+    init_dist_attn_runtime_mgr,
+    magi_attn_flex_dispatch,
+    magi_attn_flex_key,
+    magi_attn_varlen_dispatch,
+    magi_attn_varlen_key,
+    make_flex_key_for_new_mask_after_dispatch,
+    make_varlen_key_for_new_mask_after_dispatch,
+    roll,
+    roll_simple,
+    undispatch,
+)
+
+__all__ = [
+    "AttnForwardMeta",
+    "AttnMaskType",
+    "AttnOverlapMode",
+    "AttnRanges",
+    "BSDispatchAlg",
+    "DPDispatchAlg",
+    "DispatchAlg",
+    "DispatchConfig",
+    "DistAttnConfig",
+    "DistAttnRuntimeDictManager",
+    "DistAttnRuntimeKey",
+    "GeneralAttnMaskType",
+    "GreedyOverlapAlg",
+    "GrpCollConfig",
+    "LBDispatchAlg",
+    "MinHeapDispatchAlg",
+    "OverlapAlg",
+    "OverlapConfig",
+    "SequentialDispatchAlg",
+    "SortedSequentialSelectAlg",
+    "ToppHeapDispatchAlg",
+    "UniformOverlapAlg",
+    "calc_attn",
+    "clear_cache",
+    "compute_pad_size",
+    "dispatch",
+    "dist_attn_runtime_dict_mgr",
+    "flex_flash_attn_func",
+    "get_most_recent_key",
+    "get_position_ids",
+    "infer_attn_mask_from_cu_seqlens",
+    "infer_attn_mask_from_sliding_window",
+    "infer_varlen_mask_from_batch",
+    "init_dist_attn_runtime_key",
+    "init_dist_attn_runtime_mgr",
+    "magi_attn_flex_dispatch",
+    "magi_attn_flex_key",
+    "magi_attn_varlen_dispatch",
+    "magi_attn_varlen_key",
+    "make_flex_key_for_new_mask_after_dispatch",
+    "make_varlen_key_for_new_mask_after_dispatch",
+    "roll",
+    "roll_simple",
+    "squash_batch_dim",
+    "undispatch",
+]

@@ -1,0 +1,233 @@
+"""Everything one rank keeps for a key: placements, transports, the planned attention; and the calls on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from magi_core.bands import Bands
+from magi_core.flex_attn import AttnForwardMeta
+from magi_core.planner import DistPlan
+from magi_core.ranges import AttnRanges
+from torch import Tensor
+
+from ..common.enum import AttnRole
+from ..runtime.attention import DistAttention, DistAttnRuntime, acc_dtype
+from ..runtime.transport import Dispatch, Roll, Transport, Undispatch
+from .arguments import as_mask, check_role
+from .key import DistAttnRuntimeKey
+
+
+class DistAttnRuntimeMgr:
+    """One rank's live plan. Made by the key functions, found again through the key or its handle.
+
+    Attributes:
+        key: what names it.
+        dist_plan: the whole plan, equal on every rank.
+        runtime: this rank's stages and transfers.
+    """
+
+    def __init__(
+        self,
+        key: DistAttnRuntimeKey,
+        dist_plan: DistPlan,
+        runtime: DistAttnRuntime,
+        q_transport: Transport,
+        k_transport: Transport,
+    ) -> None:
+        self.key = key
+        self.dist_plan = dist_plan
+        self.runtime = runtime
+        self._transports = {"q": q_transport, "k": k_transport}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DistAttnRuntimeMgr) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def transport(self, role: str) -> Transport:
+        """The placement of queries (``"q"``) or of keys and values (``"k"``), with its collectives."""
+        check_role(role)
+        return self._transports[role]
+
+    def dispatch(self, x: Tensor, pad_value: float = 0.0, role: str = "q") -> Tensor:
+        """``(total, ...)`` on every rank to this rank's shard."""
+        transport = self.transport(role)
+        total = transport.placement.total
+        if x.dim() == 0 or x.shape[0] != total:
+            raise ValueError(f"x must have the key's total_seqlen_{role} ({total}) rows, got shape {tuple(x.shape)}")
+        return Dispatch.apply(x, transport, float(pad_value))  # type: ignore[no-any-return, no-untyped-call]
+
+    def undispatch(self, x: Tensor, is_partial_grad: bool = False, role: str = "q") -> Tensor:
+        """This rank's shard to ``(total, ...)`` on every rank."""
+        transport = self.transport(role)
+        self._check_shard(x, 0, transport)
+        return Undispatch.apply(x, transport, is_partial_grad)  # type: ignore[no-any-return, no-untyped-call]
+
+    def roll(self, x: Tensor, shift: int, dim: int = 0, role: str = "q", pad_value: float = 0.0) -> Tensor:
+        """The shard of the global tensor rolled by ``shift`` tokens along its sequence, which is ``dim`` of ``x``."""
+        transport = self.transport(role)
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim must be a dim of x, within [{-x.dim()}, {x.dim()}), got {dim}")
+        self._check_shard(x, dim, transport)
+        return Roll.apply(x, transport, int(shift), dim, float(pad_value))  # type: ignore[no-any-return, no-untyped-call]
+
+    @staticmethod
+    def _check_shard(x: Tensor, dim: int, transport: Transport) -> None:
+        if x.dim() == 0 or x.shape[dim] != transport.shard_len:
+            raise ValueError(
+                f"x must have this rank's {transport.shard_len} local tokens along dim {dim}, got shape {tuple(x.shape)}"
+            )
+
+    def dispatch_qo(self, x: Tensor, pad_value: float = 0.0) -> Tensor:
+        """``dispatch`` of queries, out and whatever goes with them."""
+        return self.dispatch(x, pad_value, "q")
+
+    def dispatch_kv(self, x: Tensor, pad_value: float = 0.0) -> Tensor:
+        """``dispatch`` of keys and values."""
+        return self.dispatch(x, pad_value, "k")
+
+    def undispatch_qo(self, x: Tensor, is_partial_grad: bool = False) -> Tensor:
+        """``undispatch`` of queries, out and whatever goes with them."""
+        return self.undispatch(x, is_partial_grad, "q")
+
+    def undispatch_kv(self, x: Tensor, is_partial_grad: bool = False) -> Tensor:
+        """``undispatch`` of keys and values."""
+        return self.undispatch(x, is_partial_grad, "k")
+
+    def roll_simple(self, x: Tensor, shift: int, dim: int = 0) -> Tensor:
+        """The same as ``roll``."""
+        return self.roll(x, shift, dim)
+
+    def calc_attn(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None = None,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        return_max_logits: bool = False,
+    ) -> tuple[Tensor, AttnForwardMeta]:
+        """Attention of this rank's queries over all keys that the mask shows them; see ``api.calc_attn``."""
+        check_attention_arguments(self.key, q, k, v, sink, softcap)
+        scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        in_dtype = q.dtype
+        q, k, v = in_precision(self.key, q, k, v)
+        sink = sink_in_precision(sink, q)
+        out, lse, max_logits = DistAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, sink, self.runtime, scale, float(softcap), bool(return_max_logits)
+        )
+        return out.to(in_dtype), AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
+
+    def get_position_ids(
+        self, attn_role: AttnRole = AttnRole.QUERY, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Global position of each token of the shard, int64; padding repeats the last token's."""
+        role = "q" if attn_role is AttnRole.QUERY else "k"
+        return self.transport(role).positions(position_device(self.key, device)).clone()
+
+    def get_xattn_args(
+        self, ref_xattn_q_ranges: Any, ref_xattn_k_ranges: Any, attn_mask_type: Any = "full", total_k: int | None = None
+    ) -> tuple[AttnRanges, AttnRanges, list[int]]:
+        """A second mask, of the same queries against keys that this rank holds whole, in local query coordinates.
+
+        Args:
+            ref_xattn_q_ranges, ref_xattn_k_ranges, attn_mask_type: the slices in global coordinates, any type.
+            total_k: keys; the largest end when None.
+
+        Returns:
+            ``(q_ranges, k_ranges, mask_type_codes)`` for ``flex_flash_attn_func`` on the local queries.
+        """
+        transport = self.transport("q")
+        if total_k is None:
+            total_k = max((int(pair[1]) for pair in _pairs(ref_xattn_k_ranges)), default=0)
+        mask = as_mask(ref_xattn_q_ranges, ref_xattn_k_ranges, attn_mask_type, transport.placement.total, total_k)
+        q_ranges, k_ranges, codes, start = AttnRanges(), AttnRanges(), [], 0
+        for begin, end in transport.placement.ranges[self.key.cp_rank].tolist():
+            part: Bands = mask.bands.clip(q=(begin, end)).shift(start - begin, 0)
+            start += end - begin
+            q, k, types = part.to_slices()
+            q_ranges.extend(AttnRanges.from_ranges(q.tolist()))
+            k_ranges.extend(AttnRanges.from_ranges(k.tolist()))
+            codes.extend(int(t) for t in types)
+        return q_ranges, k_ranges, codes
+
+
+def _pairs(ranges: Any) -> list[Any]:
+    if isinstance(ranges, AttnRanges):
+        return list(ranges.to_naive_ranges())
+    return ranges.tolist() if hasattr(ranges, "tolist") else list(ranges)
+
+
+def check_attention_arguments(
+    key: DistAttnRuntimeKey, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, softcap: float
+) -> None:
+    """Refuse tensors that are not this rank's shards for ``key``.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what the key expects, and what came.
+    """
+    for name, x, heads, rows in (
+        ("q", q, key.num_heads_q, key.shard_q),
+        ("k", k, key.num_heads_kv, key.shard_k),
+        ("v", v, key.num_heads_kv, key.shard_k),
+    ):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have 3 dims (local tokens, heads, head_dim), got shape {tuple(x.shape)}")
+        if x.shape[0] != rows or x.shape[1] != heads:
+            raise ValueError(
+                f"{name} must have the key's {rows} local tokens and {heads} heads on this rank, got shape {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[2] != key.head_dim:
+            raise ValueError(f"{name} must have the key's head_dim {key.head_dim}, got {x.shape[2]}")
+    if softcap < 0:
+        raise ValueError(f"softcap must be at least 0 (0: none), got {softcap}")
+    if sink is not None:
+        if sink.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"sink must be float32 (float64 with float64 q), got {sink.dtype}")
+        is_sh = sink.dim() == 2 and sink.shape[1] == key.num_heads_q
+        is_ssh = sink.dim() == 3 and sink.shape[0] == key.shard_q and sink.shape[2] == key.num_heads_q
+        if not (is_sh or is_ssh) or sink.shape[-2] < 1:
+            raise ValueError(
+                f"sink must be (s_sink, {key.num_heads_q}), the same on all ranks, or ({key.shard_q}, s_sink, "
+                f"{key.num_heads_q}), one set per local query, with s_sink at least 1, got shape {tuple(sink.shape)}"
+            )
+        if sink.device != q.device:
+            raise ValueError(f"sink must be on the device of q ({q.device}), got {sink.device}")
+
+
+def in_precision(key: DistAttnRuntimeKey, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that the environment asked for when the key was made, else as they are."""
+    precision = key.env.precision
+    return tensors if precision is None else tuple(x.to(precision.to_torch_dtype()) for x in tensors)
+
+
+def sink_in_precision(sink: Tensor | None, q: Tensor) -> Tensor | None:
+    """The sink in the dtype in which scores are kept."""
+    return None if sink is None else sink.to(acc_dtype(q.dtype))
+
+
+def position_device(key: DistAttnRuntimeKey, device: torch.device | str | None) -> torch.device:
+    """``device``, or where this group's tensors live: the current GPU for a group that moves GPU tensors, else CPU."""
+    if device is not None:
+        return torch.device(device)
+    backend = str(getattr(key.cp_group, "backend", ""))
+    if "nccl" in backend and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+__all__ = [
+    "DistAttnRuntimeMgr",
+    "check_attention_arguments",
+    "in_precision",
+    "position_device",
+    "sink_in_precision",
+]

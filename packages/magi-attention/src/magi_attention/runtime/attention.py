@@ -1,0 +1,304 @@
+"""Distributed attention over stages: compute what is here while the next keys travel.
+
+Forward: stage 0 is the local keys; stage ``s`` computes while the keys of stage ``s + 1`` are in flight. A query tile's
+state (accumulated out and lse) passes from stage to stage, and the last stage that touches a tile writes it; no pass
+merges anything afterwards. Backward: the same walk with keys fetched again (nothing remote is kept); each remote stage's
+dK and dV go back to their owners while the next stage computes, and are added there in the order of stages and ranks.
+Queries, out and their gradients never travel.
+
+Source: the stages and their tile flags are ours (plan_format.h); lse-weighted accumulation as in FlashAttention-2,
+arXiv:2307.08691, section 3.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from magi_comm.groups import Communicator
+from magi_comm.range_exchange import RangeExchange
+from magi_core.plan import FlexPlan
+from magi_core.stages import (
+    attn_bwd_prepare,
+    attn_bwd_stage,
+    attn_fwd_stage,
+    dq_from_workspace,
+    new_dq_workspace,
+    sink_backward,
+)
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RemoteStage:
+    """Keys fetched together, and the work on them.
+
+    Attributes:
+        plan: local queries against the stage's keys, which are its received ranges back to back.
+        exchange: fetches keys and values, returns their gradients.
+        num_keys: tokens received.
+    """
+
+    plan: FlexPlan
+    exchange: RangeExchange
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class DistAttnRuntime:
+    """One rank's part of a planned attention: stages, transfers and the options that steer them.
+
+    Holds no state of any call, so a plan may be used by many calls at once and again in their backward passes.
+
+    Attributes:
+        comm: the ranks that share the work.
+        local: plan of stage 0, local queries against local keys.
+        remote: further stages, as many on every rank.
+        is_blocking: wait for all keys before computing anything (overlap degree 0).
+        num_q, num_k: true tokens of the rank; shards may end in padding, which no stage sees.
+        owes_keys: another rank reads a key of this one, so dK and dV receive contributions.
+        backend, deterministic, fwd_sm_margin, bwd_sm_margin: passed to every stage.
+        dsink_reduce: reduction of the sink's gradient over the group.
+    """
+
+    comm: Communicator
+    local: FlexPlan
+    remote: tuple[RemoteStage, ...]
+    is_blocking: bool
+    num_q: int
+    num_k: int
+    owes_keys: bool
+    backend: str | None
+    deterministic: bool
+    fwd_sm_margin: int
+    bwd_sm_margin: int
+    dsink_reduce: Literal["none", "sum", "avg"]
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What scores, softmax and sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sink_layout_of(sink: Tensor | None) -> str:
+    """``"ssh"`` for a sink with a row per query, else ``"sh"``."""
+    return "ssh" if sink is not None and sink.dim() == 3 else "sh"
+
+
+class _Fetches:
+    """Keys and values of the remote stages, one stage ahead of the computation."""
+
+    def __init__(self, runtime: DistAttnRuntime, k: Tensor, v: Tensor) -> None:
+        self._runtime, self._tensors = runtime, (k, v)
+        self._next: Any = None
+        self._ready: list[tuple[Tensor, Tensor]] = []
+        if runtime.is_blocking:
+            self._ready = [self._issue(s).wait() for s in range(len(runtime.remote))]
+        elif runtime.remote:
+            self._next = self._issue(0)
+
+    def _issue(self, stage: int) -> Any:
+        return self._runtime.remote[stage].exchange.cast(self._tensors, async_op=True)
+
+    def take(self, stage: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of a stage; the next stage's set off before this returns."""
+        if self._runtime.is_blocking:
+            return self._ready[stage]
+        keys, values = self._next.wait()
+        self._next = self._issue(stage + 1) if stage + 1 < len(self._runtime.remote) else None
+        return keys, values
+
+
+def _rows(x: Tensor, num_rows: int) -> Tensor:
+    return x if x.shape[0] == num_rows else x[:num_rows]
+
+
+def forward(
+    runtime: DistAttnRuntime,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, lse, max_logits)`` of this rank's shard; padding rows are 0 and -inf. ``max_logits`` is over all ranks,
+    and of length 0 when not asked for."""
+    shard_q, num_heads_q = q.shape[0], q.shape[1]
+    wide = acc_dtype(q.dtype)
+    out = q.new_empty((shard_q, num_heads_q, v.shape[2]))
+    lse = q.new_empty((shard_q, num_heads_q), dtype=wide)
+    out[runtime.num_q :] = 0
+    lse[runtime.num_q :] = float("-inf")
+    max_logits = q.new_full((num_heads_q if return_max_logits else 0,), float("-inf"), dtype=wide)
+    layout = sink_layout_of(sink)
+    if sink is not None and layout == "ssh":
+        sink = _rows(sink, runtime.num_q)
+    q, k, v = _rows(q, runtime.num_q), _rows(k, runtime.num_k), _rows(v, runtime.num_k)
+    true_out, true_lse = _rows(out, runtime.num_q), _rows(lse, runtime.num_q)
+    out_acc = torch.empty_like(true_out, dtype=wide)
+
+    fetches = _Fetches(runtime, k, v)
+    for stage in range(len(runtime.remote) + 1):
+        plan = runtime.local if stage == 0 else runtime.remote[stage - 1].plan
+        keys, values = (k, v) if stage == 0 else fetches.take(stage - 1)
+        attn_fwd_stage(
+            true_out,
+            out_acc,
+            true_lse,
+            max_logits if return_max_logits else None,
+            q,
+            keys,
+            values,
+            plan,
+            sink=sink,
+            sink_layout=layout,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            sm_margin=runtime.fwd_sm_margin,
+            backend=runtime.backend,
+        )
+    if return_max_logits and runtime.comm.size > 1:
+        runtime.comm.all_reduce(max_logits, op="max").wait()
+    return out, lse, max_logits
+
+
+def backward(
+    runtime: DistAttnRuntime,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dq, dk, dv, dsink)`` of this rank's shard, zero at padding.
+
+    ``needs`` says whether the gradient of q, of k or v, and of the sink is asked for; it must be equal on all ranks,
+    since each rank's dk holds what the others found.
+    """
+    shard_q, shard_k = q.shape[0], k.shape[0]
+    layout = sink_layout_of(sink)
+    full_sink = sink
+    q, dout, out, lse = (_rows(x, runtime.num_q) for x in (q, dout, out, lse))
+    k, v = _rows(k, runtime.num_k), _rows(v, runtime.num_k)
+    dlse = None if dlse is None else _rows(dlse, runtime.num_q)
+    needs_q, needs_kv, needs_sink = needs
+
+    dsink = None
+    if needs_sink and full_sink is not None:
+        rows = _rows(full_sink, runtime.num_q) if layout == "ssh" else full_sink
+        dsink = sink_backward(dout, out, lse, dlse, rows, layout)
+        if layout == "ssh":
+            dsink = _padded(dsink, full_sink.shape[0])
+        elif runtime.dsink_reduce != "none" and runtime.comm.size > 1:
+            dsink = dsink.contiguous()
+            runtime.comm.all_reduce(dsink, op=runtime.dsink_reduce).wait()
+    if not (needs_q or needs_kv):
+        return None, None, None, dsink
+
+    fetches = _Fetches(runtime, k, v)
+    delta = attn_bwd_prepare(dout, out, lse, dlse)
+    workspace = new_dq_workspace(q)
+    wide = acc_dtype(k.dtype) if runtime.owes_keys and needs_kv else k.dtype
+    dk, dv = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
+    returns: list[Any] = []
+    for stage in range(len(runtime.remote) + 1):
+        if stage == 0:
+            plan, keys, values, stage_dk, stage_dv = runtime.local, k, v, dk, dv
+        else:
+            plan = runtime.remote[stage - 1].plan
+            keys, values = fetches.take(stage - 1)
+            stage_dk, stage_dv = torch.empty_like(keys), torch.empty_like(values)
+        attn_bwd_stage(
+            workspace,
+            stage_dk,
+            stage_dv,
+            dout,
+            q,
+            keys,
+            values,
+            lse,
+            delta,
+            plan,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            deterministic=runtime.deterministic,
+            sm_margin=runtime.bwd_sm_margin,
+            backend=runtime.backend,
+        )
+        if stage > 0 and needs_kv:
+            # One return in flight: the one before is added while this one travels, so the order of sums is fixed.
+            returns.append(runtime.remote[stage - 1].exchange.reduce((stage_dk, stage_dv), (dk, dv), async_op=True))
+            if len(returns) > 1:
+                returns.pop(0).wait()
+    for work in returns:
+        work.wait()
+    dq = _padded(dq_from_workspace(workspace, q), shard_q) if needs_q else None
+    if not needs_kv:
+        return dq, None, None, dsink
+    return dq, _padded(dk.to(k.dtype), shard_k), _padded(dv.to(v.dtype), shard_k), dsink
+
+
+def _padded(x: Tensor, num_rows: int) -> Tensor:
+    if x.shape[0] == num_rows:
+        return x
+    return torch.cat([x, x.new_zeros((num_rows - x.shape[0], *x.shape[1:]))])
+
+
+class DistAttention(torch.autograd.Function):
+    """The eager path: ``forward`` and ``backward`` above, the plan held between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        runtime: DistAttnRuntime,
+        softmax_scale: float,
+        softcap: float,
+        return_max_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``(out, lse, max_logits)``; see ``forward`` of this module."""
+        out, lse, max_logits = forward(runtime, q, k, v, sink, softmax_scale, softcap, return_max_logits)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
+        ctx.runtime, ctx.softmax_scale, ctx.softcap = runtime, softmax_scale, softcap
+        ctx.mark_non_differentiable(max_logits)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_logits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of the four tensors; see ``backward`` of this module."""
+        q, k, v, out, lse, sink = ctx.saved_tensors
+        needs_q, needs_k, needs_v, needs_sink = ctx.needs_input_grad[:4]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dsink = backward(
+            ctx.runtime,
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sink,
+            ctx.softmax_scale,
+            ctx.softcap,
+            (needs_q, needs_k or needs_v, needs_sink),
+        )
+        return dq, dk if needs_k else None, dv if needs_v else None, dsink, None, None, None, None
+
+
+__all__ = ["DistAttention", "DistAttnRuntime", "RemoteStage", "acc_dtype", "backward", "forward", "sink_layout_of"]
