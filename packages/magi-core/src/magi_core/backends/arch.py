@@ -30,7 +30,7 @@ sm_margin)``
     One stage forward. Tiles flagged first read no state and apply the sink; tiles flagged last write ``out``; the
     others write ``out_acc`` (float32). ``max_logits`` (float32, filled with -inf or an earlier stage's) is raised.
 ``attn_bwd_prepare(delta, dout, out, lse, dlse | None)``
-    ``delta = sum_d(dout * out) - dlse``, float32 ``(total_q, num_heads_q)``.
+    ``delta = sum_d(dout * out) - dlse``, float32 ``(total_q, num_heads_q)``; 0 where lse is infinite.
 ``dq_workspace_words(total_q, num_heads_q, head_dim) -> int``
     float32 elements of the opaque dq accumulator.
 ``attn_bwd(dq_workspace, dk, dv, dout, q, k, v, lse, delta, plan, softmax_scale, softcap, deterministic, sm_margin)``

@@ -324,9 +324,8 @@ def backward_prepare(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
     return torch.where(lse.isfinite(), delta, 0.0).contiguous()
 
 
-def new_dq_workspace(q: Tensor, num_heads_kv: int) -> Tensor:
+def new_dq_workspace(q: Tensor) -> Tensor:
     """Zeroed dq accumulator: ``(num_heads_q, total_q, head_dim)``, heads outside so that a block of rows is dense."""
-    del num_heads_kv
     return q.new_zeros((q.shape[1], q.shape[0], q.shape[2]), dtype=compute_dtype(q.dtype))
 
 
