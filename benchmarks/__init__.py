@@ -1,0 +1,1 @@
+"""Benchmarks: one registry of cases and one driver. ``python -m benchmarks --help``."""

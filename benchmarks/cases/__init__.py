@@ -1,0 +1,1 @@
+"""One file per subject; each registers its cases when imported."""
