@@ -37,7 +37,7 @@ def checked_float(value: Any, name: str) -> float:
     """``value`` as a finite float. Raises TypeError for other kinds, ValueError for NaN and infinities."""
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # not isfinite: torch.compile may trace this with a symbolic float
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
 
