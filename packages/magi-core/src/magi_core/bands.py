@@ -59,12 +59,21 @@ class Bands:
         return bands
 
     @classmethod
-    def from_slices(cls, q_ranges: Any, k_ranges: Any, mask_types: Any = None) -> Bands:
+    def from_slices(
+        cls,
+        q_ranges: Any,
+        k_ranges: Any,
+        mask_types: Any = None,
+        *,
+        total_q: int | None = None,
+        total_k: int | None = None,
+    ) -> Bands:
         """One band per slice that shows something, in the order of the slices; ``source`` holds their indices.
 
         Args:
             q_ranges, k_ranges: AttnRanges, pairs, ``(n, 2)`` arrays or tensors; ``0 <= start <= end < 2**31``.
             mask_types: one type for all or one each (enum, str or int 0..3); full when None.
+            total_q, total_k: tokens that the ranges, empty ones too, must not reach past; unchecked when None.
 
         Raises:
             ValueError: a range or a type out of bounds, or lengths that differ. TypeError: no integers.
@@ -73,6 +82,15 @@ class Bands:
         k = range_array(k_ranges, "k_ranges")
         if len(q) != len(k):
             raise ValueError(f"k_ranges must have as many ranges as q_ranges ({len(q)}), got {len(k)}")
+        for name, ranges, total_name, total in (
+            ("q_ranges", q, "total_q", total_q),
+            ("k_ranges", k, "total_k", total_k),
+        ):
+            if total is not None and len(ranges) and ranges[:, 1].max() > checked_int(total, total_name, minimum=0):
+                i = int(np.flatnonzero(ranges[:, 1] > total)[0])
+                raise ValueError(
+                    f"{name}[{i}] must lie within {total_name} ({total}), got [{ranges[i, 0]}, {ranges[i, 1]})"
+                )
         rows = _host.array(_host.lib().bands_from_slices(q, k, mask_type_codes(mask_types, len(q))))
         source = np.ascontiguousarray(rows[:, 6])
         source.setflags(write=False)
@@ -107,6 +125,30 @@ class Bands:
     def areas(self) -> npt.NDArray[np.int64]:
         """``(n,)`` visible cells of each band."""
         return _host.array(_host.lib().bands_areas(self._data))
+
+    def overlaps(self, limit: int = 1) -> Int32Array:
+        """``(n, 2)`` indices of up to ``limit`` pairs of bands that show a cell in common."""
+        return _host.array(_host.lib().bands_overlaps(self._data, checked_int(limit, "limit", minimum=0)))
+
+    def check_disjoint(self) -> None:
+        """Raises ValueError naming two slices (or bands) that show a pair in common."""
+        pairs = self.overlaps()
+        if not len(pairs):
+            return
+        names = []
+        for i in pairs[0].tolist():
+            q0, q1, k0, k1, _, _ = self._data[i].tolist()
+            what = f"band {i}" if self.source is None else f"slice {self.source[i]}"
+            names.append(f"{what} (visible in q [{q0}, {q1}), k [{k0}, {k1}))")
+        i, j = pairs[0].tolist()
+        both = Bands(
+            [[*(int(f(a, b)) for f, a, b in zip((max, min, max, min, max, min), self._data[i], self._data[j]))]]
+        )
+        q, k = int(both._data[0, 0]), int(max(both._data[0, 2], both._data[0, 0] + both._data[0, 4]))
+        raise ValueError(
+            f"slices must not cover a pair twice, got {names[0]} and {names[1]} both covering q {q}, k {k}; "
+            "pass allow_overlap=True to count such pairs twice"
+        )
 
     def clip(self, q: tuple[int, int] | None = None, k: tuple[int, int] | None = None) -> Bands:
         """The parts inside rows ``[q[0], q[1])`` and columns ``[k[0], k[1])``; None keeps all."""
