@@ -20,8 +20,8 @@ def get_num_sms(device_idx: int | None = None) -> int:
 
 
 def is_ampere() -> bool:
-    """Whether the current device is of compute capability 8.0; False without one."""
-    return _capability() == (8, 0)
+    """Whether the current device is of compute capability 8.0, 8.6 or 8.7; False without one."""
+    return _capability() in ((8, 0), (8, 6), (8, 7))
 
 
 def is_hopper() -> bool:
