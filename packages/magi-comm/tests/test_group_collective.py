@@ -128,9 +128,21 @@ def contributions(sides: list[Side], partials: list) -> list[list[list]]:
     return result
 
 
-@given(sides=casts(whole=True), op=st.sampled_from(["sum", "avg"]), accumulate=st.booleans(),
-       asynchronous=st.booleans(), dtypes=st.sampled_from([(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
-                               (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]))  # fmt: skip
+REDUCE_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float64),
+]
+
+
+@given(
+    sides=casts(whole=True),
+    op=st.sampled_from(["sum", "avg"]),
+    accumulate=st.booleans(),
+    asynchronous=st.booleans(),
+    dtypes=st.sampled_from(REDUCE_DTYPES),
+)
 def test_reduce_sum_and_avg_bit_for_bit(sides, op, accumulate, asynchronous, dtypes):
     n = len(sides)
     wide = torch.promote_types(torch.float32, dtypes[0])

@@ -1,23 +1,30 @@
 """Group collectives over ``torch.distributed``: cast ranges of rows to any set of ranks, and reduce them back."""
 
+from .counting import CountingCommunicator, Traffic
 from .group_collective import GroupReduceOp, group_cast, group_reduce
 from .groups import Communicator, GroupCommunicator, GroupLike, SingleCommunicator, Work, as_communicator
 from .range_exchange import RangeExchange
+from .range_ops import range_fill_, range_gather, range_reduce
 from .states import merge_states
 from .work import ExchangeWork, WorkWithPostProcessFn
 
 __all__ = [
     "Communicator",
+    "CountingCommunicator",
     "ExchangeWork",
     "GroupCommunicator",
     "GroupLike",
     "GroupReduceOp",
     "RangeExchange",
     "SingleCommunicator",
+    "Traffic",
     "Work",
     "WorkWithPostProcessFn",
     "as_communicator",
     "group_cast",
     "group_reduce",
     "merge_states",
+    "range_fill_",
+    "range_gather",
+    "range_reduce",
 ]
