@@ -45,8 +45,8 @@ class Setup:
     """Data made, ready to be timed.
 
     Args:
-        implementations: name -> one repetition. ``"magi"`` is ours; all others are rivals. They alternate in one process.
-            What a repetition returns is given to ``verify`` once.
+        implementations: name -> one repetition. ``"magi"`` is ours; all others are rivals. They alternate in one
+            process. What a repetition returns is given to ``verify`` once.
         verify: ``(name, result of one repetition) -> Check``; runs before anything is timed.
         measures: further figures, each taken once after the timing, e.g. ``{"peak_extra_mib": peak}``.
         before: run untimed before every repetition (clear gradients, flush a cache).
