@@ -7,23 +7,28 @@
 namespace magi {
 namespace {
 
-using Wide = __int128;
-constexpr int64_t kMaxCost = std::numeric_limits<int64_t>::max() / 4;
+using Wide = __int128;  // a cost: pairs x femtoseconds pass 64 bits for long sequences
+constexpr Wide kUnreachable = static_cast<Wide>(1) << 120;
 constexpr int kMaxCuts = 16;  // groups of pieces the exact search looks at: its time grows with the cube
 
-int64_t saturated(Wide x) { return x > kMaxCost ? kMaxCost : static_cast<int64_t>(x); }
-
-int64_t transfer_cost(int64_t tokens, StageOptions const& o) {
-  if (tokens == 0) return 0;
-  return saturated(Wide{o.transfer_start_fs} + Wide{tokens} * o.token_cost_fs);
+Wide transfer_cost(int64_t tokens, StageOptions const& o) {
+  return tokens == 0 ? Wide{0} : Wide{o.transfer_start_fs} + Wide{tokens} * o.token_cost_fs;
 }
 
-int64_t compute_cost(int64_t area, StageOptions const& o) {
-  if (area == 0) return 0;
-  return saturated(Wide{o.compute_start_fs} + Wide{area} * o.pair_cost_fs);
+Wide compute_cost(int64_t area, StageOptions const& o) {
+  return area == 0 ? Wide{0} : Wide{o.compute_start_fs} + Wide{area} * o.pair_cost_fs;
 }
 
-int64_t sum_cost(int64_t a, int64_t b) { return std::min(kMaxCost, a + b); }
+// max(comm_0, calc_local) + sum over stages of max(comm_i, calc_{i-1}) + calc_last.
+Wide overlap_cost(int64_t local_area, std::span<int64_t const> tokens, std::span<int64_t const> areas,
+                  StageOptions const& o) {
+  Wide cost = 0, before = compute_cost(local_area, o);
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    cost += std::max(before, transfer_cost(tokens[i], o));
+    before = compute_cost(areas[i], o);
+  }
+  return cost + before;
+}
 
 // splitmix64: the order of a shuffle is a function of the seed alone.
 uint64_t next_random(uint64_t& state) {
@@ -126,7 +131,7 @@ Measured measure(std::span<std::vector<Range> const> pieces, std::span<Band cons
 
 // best[d - 1] = borders of exactly d stages with the least predicted cost. State (begin, end) of the last stage.
 struct Borders {
-  int64_t cost = kMaxCost;
+  Wide cost = kUnreachable;
   std::vector<size_t> sizes;
 };
 
@@ -136,24 +141,24 @@ std::vector<Borders> best_borders(Measured const& m, int64_t local_area, size_t 
   std::vector<Borders> best(max_degree);
   size_t const width = n + 1;
   auto const at = [width](size_t begin, size_t end) { return begin * width + end; };
-  std::vector<int64_t> comm(width * width), calc(width * width), cost(width * width, kMaxCost), next;
+  std::vector<Wide> comm(width * width), calc(width * width), cost(width * width, kUnreachable), next;
   for (size_t i = 0; i < n; ++i) {
     for (size_t j = i + 1; j <= n; ++j) {
       comm[at(i, j)] = transfer_cost(m.tokens[j] - m.tokens[i], o);
       calc[at(i, j)] = compute_cost(m.areas[j] - m.areas[i], o);
     }
   }
-  int64_t const local = compute_cost(local_area, o);
+  Wide const local = compute_cost(local_area, o);
   std::vector<std::vector<size_t>> from(max_degree, std::vector<size_t>(width * width, 0));
   for (size_t j = 1; j <= n; ++j) cost[at(0, j)] = std::max(local, comm[at(0, j)]);
   for (size_t d = 0; d < max_degree; ++d) {
     if (d > 0) {
-      next.assign(width * width, kMaxCost);
+      next.assign(width * width, kUnreachable);
       for (size_t i = d; i < n; ++i) {      // the last stage begins here; the one before is (h, i)
         for (size_t j = i + 1; j <= n; ++j) {
           for (size_t h = d - 1; h < i; ++h) {
-            if (cost[at(h, i)] >= kMaxCost) continue;
-            int64_t const c = sum_cost(cost[at(h, i)], std::max(comm[at(i, j)], calc[at(h, i)]));
+            if (cost[at(h, i)] >= kUnreachable) continue;
+            Wide const c = cost[at(h, i)] + std::max(comm[at(i, j)], calc[at(h, i)]);
             if (c < next[at(i, j)]) {
               next[at(i, j)] = c;
               from[d][at(i, j)] = h;
@@ -165,8 +170,8 @@ std::vector<Borders> best_borders(Measured const& m, int64_t local_area, size_t 
     }
     size_t begin = n;
     for (size_t i = 0; i < n; ++i) {
-      if (cost[at(i, n)] >= kMaxCost) continue;
-      int64_t const c = sum_cost(cost[at(i, n)], calc[at(i, n)]);
+      if (cost[at(i, n)] >= kUnreachable) continue;
+      Wide const c = cost[at(i, n)] + calc[at(i, n)];
       if (c < best[d].cost) {
         best[d].cost = c;
         begin = i;
@@ -197,16 +202,6 @@ int64_t area_of_keys(std::span<Band const> bands, Range keys) {
   return sum;
 }
 
-int64_t overlap_cost(int64_t local_area, std::span<int64_t const> tokens, std::span<int64_t const> areas,
-                     StageOptions const& o) {
-  int64_t cost = 0, before = compute_cost(local_area, o);
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    cost = sum_cost(cost, std::max(before, transfer_cost(tokens[i], o)));
-    before = compute_cost(areas[i], o);
-  }
-  return sum_cost(cost, before);
-}
-
 StageSplit split_stages(std::span<StageInput const> ranks, StageOptions const& o) {
   StageSplit split;
   split.ranks.resize(ranks.size());
@@ -215,12 +210,12 @@ StageSplit split_stages(std::span<StageInput const> ranks, StageOptions const& o
   bool const needs_costs = automatic || o.alg == StageAlg::kGreedy;
   // candidates[d - 1][rank]: the split into at most d stages; totals[d - 1]: the slowest rank's predicted time.
   std::vector<std::vector<StagePart>> candidates(automatic ? max_degree : 1, std::vector<StagePart>(ranks.size()));
-  std::vector<int64_t> totals(candidates.size(), 0);
+  std::vector<Wide> totals(candidates.size(), 0);
   std::vector<size_t> order, sizes;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     StageInput const& in = ranks[rank];
     if (in.remote.empty()) {
-      for (int64_t& total : totals) total = std::max(total, needs_costs ? compute_cost(in.local_area, o) : 0);
+      for (Wide& total : totals) total = std::max(total, needs_costs ? compute_cost(in.local_area, o) : Wide{0});
       continue;
     }
     auto pieces = o.degree == 0 ? cut_pieces(in.remote, std::numeric_limits<int32_t>::max()) : pieces_of(in.remote, o);
@@ -268,7 +263,7 @@ StageSplit split_stages(std::span<StageInput const> ranks, StageOptions const& o
   for (size_t c = 1; c < totals.size(); ++c) {
     if (totals[c] < totals[chosen]) chosen = c;
   }
-  split.predicted_fs = totals[chosen];
+  split.predicted_fs = static_cast<int64_t>(std::min<Wide>(totals[chosen], std::numeric_limits<int64_t>::max()));
   split.ranks = std::move(candidates[chosen]);
   size_t num_stages = 0;
   for (StagePart const& part : split.ranks) {

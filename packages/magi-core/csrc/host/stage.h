@@ -43,15 +43,11 @@ struct StagePart {
 struct StageSplit {
   int32_t num_stages = 0;
   std::vector<StagePart> ranks;
-  int64_t predicted_fs = 0;  // slowest rank, 0 when no cost was asked for
+  int64_t predicted_fs = 0;  // slowest rank, 0 when no cost was asked for, saturating
 };
 
 // The same number of stages for every rank; stages that are empty on all ranks do not exist.
 StageSplit split_stages(std::span<StageInput const> ranks, StageOptions const& options);
-
-// max(comm_0, calc_local) + sum over stages of max(comm_i, calc_{i-1}) + calc_last, saturating at int64.
-int64_t overlap_cost(int64_t local_area, std::span<int64_t const> tokens, std::span<int64_t const> areas,
-                     StageOptions const& options);
 
 // Area of bands inside a key interval.
 int64_t area_of_keys(std::span<Band const> bands, Range keys);

@@ -1,7 +1,7 @@
 """The distributed planner: which rank computes what, and which keys travel when.
 
-Replicated and without a collective: every rank calls it with equal arguments and gets equal plans. Decisions are made by
-integer arithmetic in the host library (csrc/host); this package checks arguments and names results. A typical road::
+Replicated and without a collective: every rank calls it with equal arguments and gets equal plans. Decisions are made
+by integer arithmetic in the host library (csrc/host); this package checks arguments and names results. A typical road::
 
     areas = chunk_areas(bands, chunk_size, total_q)
     chunks = dispatch_chunks(areas, world_size, bands=bands, chunk_size=chunk_size, total_q=total_q)

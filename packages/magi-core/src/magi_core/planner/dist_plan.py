@@ -16,10 +16,28 @@ from .options import PlanOptions
 from .owners import Owners
 
 # Word index of each header field: csrc/host/dist_plan.h.
-_HEADER = (
-    "magic version digest num_words world_size total_q total_k num_stages blocking predicted_fs num_bands bands "
-    "num_q_runs q_runs num_k_runs k_runs areas stage_offsets num_stage_ranges stage_ranges"
-).split()
+_HEADER = [
+    "magic",
+    "version",
+    "digest",
+    "num_words",
+    "world_size",
+    "total_q",
+    "total_k",
+    "num_stages",
+    "blocking",
+    "predicted_fs",
+    "num_bands",
+    "bands",
+    "num_q_runs",
+    "q_runs",
+    "num_k_runs",
+    "k_runs",
+    "areas",
+    "stage_offsets",
+    "num_stage_ranges",
+    "stage_ranges",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +188,11 @@ class DistPlan:
 
     def num_received(self) -> Int64Array:
         """``(world_size,)`` tokens of keys that each rank receives: its distinct remote keys, each once."""
-        return self.traffic.sum(axis=(0, 1))
+        return np.asarray(self.traffic.sum(axis=(0, 1)), np.int64)
 
     def num_sent(self) -> Int64Array:
         """``(world_size,)`` tokens of keys that each rank sends, one copy per destination."""
-        return self.traffic.sum(axis=(0, 2))
+        return np.asarray(self.traffic.sum(axis=(0, 2)), np.int64)
 
     def received_bytes(self, bytes_per_token: int) -> Int64Array:
         """``(world_size,)`` bytes received in the forward pass.

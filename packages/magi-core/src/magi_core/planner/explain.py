@@ -15,7 +15,8 @@ from .options import PlanOptions
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """What ``explain_plan`` found. Arrays are int64; times are predictions of the cost model in femtoseconds.
+    """What ``explain_plan`` found. Arrays are int64; times are predictions of the cost model in femtoseconds (each
+    saturates at 2**56, some 70 seconds).
 
     Attributes:
         world_size, total_q, total_k, num_stages, blocking, digest: of the plan.
@@ -101,7 +102,7 @@ class PlanReport:
         rows = []
         for r in range(self.world_size):
             area = int(self.areas[r])
-            row = [r, int(self.num_q[r]), int(self.num_k[r]), area]
+            row: list[int | str] = [r, int(self.num_q[r]), int(self.num_k[r]), area]
             row.append(f"{100 * int(self.stage_areas[0, r]) / area:.1f}" if area else "-")
             for tokens in (int(self.received[r]), int(self.sent[r])):
                 row += [tokens, f"{tokens * self.bytes_per_token / 1024:.1f}"]
@@ -121,9 +122,13 @@ class PlanReport:
         return "\n".join([head, *table, *tail])
 
 
-def explain_plan(
-    dist_plan: DistPlan, bytes_per_token: int = 4096, options: PlanOptions | None = None
-) -> PlanReport:
+def _costs(amounts: Int64Array, start_fs: int, each_fs: int) -> Int64Array:
+    """``start_fs + amount * each_fs`` where there is an amount, 0 elsewhere; at most 2**56, so that sums fit."""
+    flat = [min(2**56, start_fs + n * each_fs) if n else 0 for n in amounts.reshape(-1).tolist()]
+    return np.array(flat, np.int64).reshape(amounts.shape)
+
+
+def explain_plan(dist_plan: DistPlan, bytes_per_token: int = 4096, options: PlanOptions | None = None) -> PlanReport:
     """Balance, tokens and bytes per rank and link, stages and predicted overlap of a plan.
 
     Args:
@@ -143,8 +148,8 @@ def explain_plan(
             areas[part, rank] = part_bands.area()
             bands[part, rank] = len(part_bands)
     received = dist_plan.traffic.sum(axis=1)
-    transfer = np.where(received > 0, costs.transfer_start_fs + received * costs.token_cost_fs, 0)
-    compute = np.where(areas > 0, costs.compute_start_fs + areas * costs.pair_cost_fs, 0)
+    transfer = _costs(received, costs.transfer_start_fs, costs.token_cost_fs)
+    compute = _costs(areas, costs.compute_start_fs, costs.pair_cost_fs)
     busy = compute.sum(axis=0)
     if dist_plan.blocking:
         total = transfer.sum(axis=0) + busy

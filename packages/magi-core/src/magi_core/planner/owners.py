@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -70,7 +71,7 @@ class Owners:
         tokens = checked_int(total, "total", minimum=0)
         world = checked_int(world_size, "world_size", minimum=1)
         cuts = [rank * (tokens // world) + min(rank, tokens % world) for rank in range(world + 1)]
-        return cls([[pair] for pair in zip(cuts[:-1], cuts[1:])], tokens)
+        return cls([[pair] for pair in itertools.pairwise(cuts)], tokens)
 
     @property
     def table(self) -> Int32Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import checked_int
 from ._arrays import Int32Array
@@ -27,17 +28,17 @@ def q_tile_starts(rank_plan: RankPlan, block_m: int = 128) -> Int32Array:
     return np.append(np.arange(0, rank_plan.num_q, rows, dtype=np.int32), np.int32(rank_plan.num_q))
 
 
-def touched_tiles(bands: Bands, starts: Int32Array) -> np.ndarray:
+def touched_tiles(bands: Bands, starts: Int32Array) -> npt.NDArray[np.bool_]:
     """``(num_tiles,)`` bool: tiles in which some band shows a cell. Bands are shrunk, so their edge rows do."""
     steps = np.zeros(len(starts), np.int64)
     rows = bands.data
     if len(rows) and len(starts) > 1:
         np.add.at(steps, np.searchsorted(starts, rows[:, 0], side="right") - 1, 1)
         np.add.at(steps, np.searchsorted(starts, rows[:, 1] - 1, side="right"), -1)
-    return np.cumsum(steps)[: len(starts) - 1] > 0
+    return np.asarray(np.cumsum(steps)[: len(starts) - 1] > 0)
 
 
-def stage_tile_flags(rank_plan: RankPlan, starts: Int32Array) -> np.ndarray:
+def stage_tile_flags(rank_plan: RankPlan, starts: Int32Array) -> Int32Array:
     """``(1 + num_stages, num_tiles)`` int32: FIRST where no earlier stage touches the tile, LAST where no later one.
 
     Stage 0 is the local one. 0 where a stage does not touch the tile; a tile that no stage touches is FIRST | LAST in
@@ -48,7 +49,7 @@ def stage_tile_flags(rank_plan: RankPlan, starts: Int32Array) -> np.ndarray:
     touched[0] |= ~touched.any(axis=0)
     before = np.cumsum(touched, axis=0)
     first, last = touched & (before == 1), touched & (before == before[-1])
-    return (_FIRST * first + _LAST * last).astype(np.int32)
+    return np.asarray(_FIRST * first + _LAST * last, np.int32)
 
 
 def build_stage_plans(
@@ -81,17 +82,17 @@ def build_stage_plans(
     flags = stage_tile_flags(rank_plan, starts)
     parts: list[tuple[Bands, int]] = [(rank_plan.local_bands, rank_plan.num_k)]
     parts += [(stage.bands, stage.num_keys) for stage in rank_plan.stages]
-    shared: dict[str, Any] = dict(
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        block_m=block_m,
-        block_n=block_n,
-        bwd_block_m=bwd_block_m,
-        bwd_block_n=bwd_block_n,
-        num_stages=len(parts),
-        allow_overlap=allow_overlap,
-        num_sms=num_sms,
-    )
+    shared: dict[str, Any] = {
+        "num_heads_q": num_heads_q,
+        "num_heads_kv": num_heads_kv,
+        "block_m": block_m,
+        "block_n": block_n,
+        "bwd_block_m": bwd_block_m,
+        "bwd_block_n": bwd_block_n,
+        "num_stages": len(parts),
+        "allow_overlap": allow_overlap,
+        "num_sms": num_sms,
+    }
     return [
         FlexPlan.build(
             bands, rank_plan.num_q, num_k, q_tile_starts=starts, stage=stage, tile_flags=flags[stage], **shared
