@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..planning.key import DistAttnRuntimeKey
 from ..planning.registry import dist_attn_runtime_dict_mgr
-from ..runtime.manager import DistAttnRuntimeMgr
+from ..planning.manager import DistAttnRuntimeMgr
 
 __all__ = ["dispatch_func", "dist_attn_func", "roll_func", "roll_simple_func", "undispatch_func"]
 
