@@ -9,6 +9,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "binding/host_arrays.h"
@@ -98,9 +99,13 @@ ffi::Tensor plan_build(ffi::TensorView bands, int64_t total_q, int64_t total_k, 
     o.tile_flags = {flags, static_cast<size_t>(n)};
   }
 
-  auto const given = bands_of(bands);
-  std::vector<Band> const canonical_bands = canonical({given.begin(), given.end()});
+  auto const canonical_bands = bands_of(bands);
   for (Band const& b : canonical_bands) {
+    Band const s = shrink(b);
+    if (is_empty(s) || std::tie(s.q0, s.q1, s.k0, s.k1, s.lo, s.hi) != std::tie(b.q0, b.q1, b.k0, b.k1, b.lo, b.hi)) {
+      TVM_FFI_THROW(ValueError) << "bands must be shrunk to their visible cells, got rows [" << b.q0 << ", " << b.q1
+                                << ") and columns [" << b.k0 << ", " << b.k1 << ")";
+    }
     if (b.q0 < 0 || b.q1 > o.total_q || b.k0 < 0 || b.k1 > o.total_k) {
       TVM_FFI_THROW(ValueError) << "bands must lie within total_q (" << total_q << ") and total_k (" << total_k
                                 << "), got rows [" << b.q0 << ", " << b.q1 << ") and columns [" << b.k0 << ", " << b.k1

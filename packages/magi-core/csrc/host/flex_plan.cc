@@ -125,24 +125,42 @@ class TileBuilder {
 
   // Appends the jobs of a tile and the tile. Tiles must come in ascending order.
   void add_tile(int32_t begin, int32_t end, int32_t flags, bool keep_empty, Direction& out) {
-    while (next_ < order_.size() && at(order_[next_]).q0 < end) live_.push_back(order_[next_++]);
-    std::erase_if(live_, [&](int32_t i) { return at(i).q1 <= begin; });
+    while (next_ < order_.size() && at(order_[next_]).q0 < end) {
+      live_.push_back(order_[next_++]);
+      first_end_ = std::min(first_end_, at(live_.back()).q1);
+    }
+    if (begin >= first_end_) {
+      std::erase_if(live_, [&](int32_t i) { return at(i).q1 <= begin; });
+      first_end_ = std::numeric_limits<int32_t>::max();
+      for (int32_t const i : live_) first_end_ = std::min(first_end_, at(i).q1);
+    }
 
     auto const first_job = out.jobs.size();
     int64_t pairs = 0;
     short_.clear();
     for (int32_t const i : live_) {
-      Band const c = clip(at(i), {begin, end}, {at(i).k0, at(i).k1});
-      if (is_empty(c)) continue;
-      pairs += area(c);
+      Band const& b = at(i);
+      bool const is_rectangle = b.lo == b.k0 - (b.q1 - 1) && b.hi == b.k1 - 1 - b.q0;
+      Band c;
+      if (is_rectangle) {  // the common case in dense block masks
+        c.q0 = std::max(b.q0, begin), c.q1 = std::min(b.q1, end), c.k0 = b.k0, c.k1 = b.k1;
+        c.lo = c.k0 - (c.q1 - 1), c.hi = c.k1 - 1 - c.q0;
+        pairs += int64_t{c.q1 - c.q0} * (c.k1 - c.k0);
+      } else {
+        c = clip(b, {begin, end}, {b.k0, b.k1});
+        if (is_empty(c)) continue;
+        pairs += area(c);
+      }
       cut(c, i, begin, end, out.jobs);
     }
     share(begin, end, out.jobs);
     if (!keep_empty && out.jobs.size() == first_job) return;
 
-    std::sort(out.jobs.begin() + static_cast<ptrdiff_t>(first_job), out.jobs.end(), [](Job const& a, Job const& b) {
+    auto const before = [](Job const& a, Job const& b) {
       return std::tie(a.begin, a.end, a.job_class, a.index) < std::tie(b.begin, b.end, b.job_class, b.index);
-    });
+    };
+    auto const begin_of_jobs = out.jobs.begin() + static_cast<ptrdiff_t>(first_job);
+    if (!std::is_sorted(begin_of_jobs, out.jobs.end(), before)) std::sort(begin_of_jobs, out.jobs.end(), before);
     size_t kept = first_job;
     for (size_t i = first_job + 1; i < out.jobs.size(); ++i) {
       Job& a = out.jobs[kept];
@@ -199,9 +217,9 @@ class TileBuilder {
     std::sort(short_.begin(), short_.end(), [](Piece const& a, Piece const& b) {
       return std::tie(a.begin, a.end, a.band) < std::tie(b.begin, b.end, b.band);
     });
-    num_open_ = 0;
-    auto const close = [&](size_t g) {
-      Group const& group = open_[g];
+    open_.clear();
+    auto const close = [&](size_t position) {
+      Group const& group = groups_[open_[position]];
       if (group.pieces.size() == 1) {
         jobs.push_back(job_of(group.pieces[0]));
       } else {
@@ -209,25 +227,23 @@ class TileBuilder {
         bool const full = is_backward_ ? group.mask.is_full(moving, stationary) : group.mask.is_full(stationary, moving);
         jobs.push_back({group.begin, group.end, full ? plan::kFull : plan::kMany, full ? 0 : masks_.intern(group.mask)});
       }
-      --num_open_;
-      if (g != num_open_) std::swap(open_[g], open_[num_open_]);
+      free_.push_back(open_[position]);
+      open_.erase(open_.begin() + static_cast<ptrdiff_t>(position));
     };
     for (Piece const& p : short_) {
-      for (size_t g = 0; g < num_open_;) {
-        if (p.begin >= open_[g].begin + plan::kMaskCols) close(g);
-        else ++g;
-      }
+      while (!open_.empty() && p.begin >= groups_[open_[0]].begin + plan::kMaskCols) close(0);  // open ones ascend
       bool placed = false;
-      for (size_t g = 0; g < num_open_ && !placed; ++g) placed = join(open_[g], p, tile_begin, tile_end);
+      for (size_t i = 0; i < open_.size() && !placed; ++i) placed = join(groups_[open_[i]], p, tile_begin, tile_end);
       if (placed) continue;
-      if (num_open_ == kMaxOpen) close(0);
-      if (open_.size() == num_open_) open_.emplace_back();
-      Group& group = open_[num_open_++];
+      if (open_.size() == kMaxOpen) close(0);
+      open_.push_back(free_.back());
+      free_.pop_back();
+      Group& group = groups_[open_.back()];
       group.begin = p.begin;
       group.end = p.end;
       group.pieces.assign(1, p);
     }
-    while (num_open_ > 0) close(0);
+    while (!open_.empty()) close(0);
   }
 
   bool join(Group& group, Piece const& p, int32_t tile_begin, int32_t tile_end) {
@@ -269,9 +285,11 @@ class TileBuilder {
   std::vector<Range> covered_;  // moving axis, merged
   std::vector<int32_t> order_, live_;
   size_t next_ = 0;
+  int32_t first_end_ = std::numeric_limits<int32_t>::max();  // smallest end among the live bands
   std::vector<Piece> short_;
-  std::vector<Group> open_;
-  size_t num_open_ = 0;
+  std::vector<Group> groups_{kMaxOpen};
+  std::vector<size_t> open_, free_{0, 1, 2, 3, 4, 5, 6, 7};  // indices of groups_
+  static_assert(kMaxOpen == 8);
 };
 
 int64_t steps_of(Job const& job, int32_t step) { return ceil_div(job.end - job.begin, step); }
@@ -357,6 +375,13 @@ void queue(QueueOptions const& o, Direction& d) {
         parts = ceil_div(steps[t], limit);
       }
       parts = std::min(parts, std::max<int64_t>(1, steps[t]));
+      if (parts == 1 && heads == heads_inside) {
+        tile.num_splits = 1;
+        tile.split_slot = -1;
+        items.push_back({{static_cast<int32_t>(t), tile.job_begin, tile.job_end, 0, o.total_moving, 0, o.group, 0},
+                         steps[t] * heads});
+        continue;
+      }
       std::vector<int32_t> cuts = even_cuts(jobs, o.step, steps[t], parts);
       cuts.insert(cuts.begin(), 0);
       cuts.push_back(o.total_moving);
@@ -381,10 +406,8 @@ void queue(QueueOptions const& o, Direction& d) {
             load += ceil_div(end - begin, o.step);
           }
           if (first >= last) first = last = tile.job_begin;
-          bool const any_heads = o.group == 0;
-          int32_t const group = any_heads ? 0 : o.is_backward ? head_end : o.group;
-          items.push_back({{static_cast<int32_t>(t), first, last, cuts[c], cuts[c + 1],
-                            o.is_backward && !any_heads ? head_begin : 0, group, split++},
+          items.push_back({{static_cast<int32_t>(t), first, last, cuts[c], cuts[c + 1], head_begin,
+                            o.is_backward ? head_end : o.group, split++},
                            load * (head_end - head_begin)});
         }
       }
