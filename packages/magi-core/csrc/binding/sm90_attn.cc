@@ -52,9 +52,146 @@ void attn_bwd_prepare(ffi::TensorView delta, ffi::TensorView dout, ffi::TensorVi
   check_status("attn_bwd_prepare", attn::launch_bwd_prepare(params, element, stream_of(device)));
 }
 
+// A (token, head, dim) operand of the tensor cores.
+attn::TokenTensor operand(char const* name, ffi::TensorView t) {
+  check_last_dim_contiguous(name, t);
+  if (!has_wide_rows(t) && t.numel() > 0) {
+    TVM_FFI_THROW(ValueError) << name << " must start on 16 bytes, with head_dim and strides that are multiples of 8 "
+                              << "(pad a copy otherwise), got shape " << shape_text(t) << ", strides (" << t.stride(0)
+                              << ", " << t.stride(1) << ", " << t.stride(2) << ')';
+  }
+  return {data_of(t), t.size(0), int(t.size(1)), int(t.size(2)), {t.stride(0), t.stride(1)}};
+}
+
+void check_qkv(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v) {
+  for (auto const& [name, t] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
+    check_rank(name, t, 3);
+    MAGI_CHECK(t.size(2) >= 1 && t.size(2) <= 256, NotImplementedError)
+        << name << " must have a head_dim of 1 to 256, got " << t.size(2);
+  }
+  check_dtype_of("k", k, "q", q);
+  check_dtype_of("v", v, "q", q);
+  check_device("k", k, q);
+  check_device("v", v, q);
+  MAGI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1), ValueError)
+      << "v must have the tokens and heads of k " << shape_text(k) << ", got " << shape_text(v);
+  MAGI_CHECK(k.size(2) == q.size(2), ValueError)
+      << "k must have the head_dim of q (" << q.size(2) << "), got " << k.size(2);
+  MAGI_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, ValueError)
+      << "the heads of q must be a multiple of those of k, got " << q.size(1) << " and " << k.size(1);
+}
+
+void check_plan(ffi::TensorView plan, ffi::TensorView q) {
+  check_dtype("plan", plan, kDLInt, 32);
+  check_device("plan", plan, q);
+  MAGI_CHECK(plan.ndim() == 1 && plan.size(0) >= plan::kHeaderWords && plan.stride(0) == 1, ValueError)
+      << "plan must be a contiguous FlexPlan buffer of at least " << plan::kHeaderWords << " words, got "
+      << shape_text(plan);
+}
+
+// The smallest compiled kernel that holds a case: compiled head dims are padded by the copy engine with zeros.
+template <class Entry>
+Entry const* find_kernel(Entry const* entry, attn::KernelKey const& key) {
+  Entry const* best = nullptr;
+  for (; entry != nullptr; entry = entry->next) {
+    attn::KernelKey const& has = entry->key;
+    if (has.element != key.element || has.is_softcapped != key.is_softcapped) continue;
+    if (has.head_dim < key.head_dim || has.head_dim_v < key.head_dim_v) continue;
+    if (best == nullptr || has.head_dim + has.head_dim_v < best->key.head_dim + best->key.head_dim_v) best = entry;
+  }
+  MAGI_CHECK(best != nullptr, NotImplementedError)
+      << "this build of magi-core-sm90 has no kernel for head_dim " << key.head_dim << ", head_dim_v "
+      << key.head_dim_v << (key.is_softcapped ? ", softcap" : "") << " in this dtype; the published wheel has every "
+      << "head_dim up to 256";
+  return best;
+}
+
+int num_ctas(int device, int64_t sm_margin) {
+  int sms = 0;
+  check_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  MAGI_CHECK(sm_margin >= 0 && sm_margin < sms, ValueError)
+      << "sm_margin must be from 0 to " << sms - 1 << " on this device, got " << sm_margin;
+  return sms - int(sm_margin);
+}
+
+void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::TensorView lse,
+              ffi::Optional<ffi::TensorView> max_logits, ffi::TensorView q, ffi::TensorView k, ffi::TensorView v,
+              ffi::TensorView plan, ffi::Optional<ffi::TensorView> sink, int64_t sink_layout, double softmax_scale,
+              double softcap, int64_t sm_margin) {
+  int const device = cuda_device_of("q", q);
+  attn::ElementType const element = element_of("q", q);
+  check_qkv(q, k, v);
+  check_plan(plan, q);
+  check_rank("out", out, 3);
+  check_dtype_of("out", out, "q", q);
+  check_device("out", out, q);
+  MAGI_CHECK(out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) == v.size(2), ValueError)
+      << "out must have shape (" << q.size(0) << ", " << q.size(1) << ", " << v.size(2) << "), got " << shape_text(out);
+  check_row_stats("lse", lse, out);
+  check_device("lse", lse, q);
+  MAGI_CHECK(softmax_scale > 0, ValueError) << "softmax_scale must be positive here (the caller negates q), got "
+                                            << softmax_scale;
+  MAGI_CHECK(softcap >= 0, ValueError) << "softcap must not be negative, got " << softcap;
+
+  attn::FwdParams params{};
+  params.plan = static_cast<int32_t const*>(data_of(plan));
+  operand("out", out);  // rows are written 16 bytes at a time
+  params.out = data_of(out);
+  copy_strides(params.out_strides, out);
+  params.lse = static_cast<float*>(data_of(lse));
+  copy_strides(params.lse_strides, lse);
+  if (out_acc.has_value()) {
+    ffi::TensorView const acc = out_acc.value();
+    check_dtype("out_acc", acc, kDLFloat, 32);
+    check_same_shape("out_acc", acc, "out", out);
+    check_last_dim_contiguous("out_acc", acc);
+    check_device("out_acc", acc, q);
+    MAGI_CHECK(acc.stride(0) % 2 == 0 && acc.stride(1) % 2 == 0, ValueError) << "out_acc must have even strides";
+    params.out_acc = static_cast<float*>(data_of(acc));
+    copy_strides(params.out_acc_strides, acc);
+  }
+  if (max_logits.has_value()) {
+    ffi::TensorView const t = max_logits.value();
+    check_dtype("max_logits", t, kDLFloat, 32);
+    check_device("max_logits", t, q);
+    MAGI_CHECK(t.ndim() == 1 && t.size(0) == q.size(1) && (t.stride(0) == 1 || t.size(0) == 1), ValueError)
+        << "max_logits must have shape (num_heads_q,) = (" << q.size(1) << ",), got " << shape_text(t);
+    params.max_logits = static_cast<float*>(data_of(t));
+  }
+  if (sink.has_value()) {
+    ffi::TensorView const t = sink.value();
+    check_dtype("sink", t, kDLFloat, 32);
+    check_device("sink", t, q);
+    MAGI_CHECK(sink_layout == 0 || sink_layout == 1, ValueError) << "sink_layout must be 0 (sh) or 1 (ssh), got "
+                                                                 << sink_layout;
+    int const rank = sink_layout == 0 ? 2 : 3;
+    check_rank("sink", t, rank);
+    MAGI_CHECK(t.IsContiguous() && t.size(rank - 1) == q.size(1) && (rank == 2 || t.size(0) == q.size(0)), ValueError)
+        << "sink must be contiguous, of shape (s_sink, num_heads_q) or (total_q, s_sink, num_heads_q), got "
+        << shape_text(t);
+    params.sink = static_cast<float const*>(data_of(t));
+    params.num_sinks = int(t.size(rank - 2));
+    params.is_sink_per_token = rank == 3;
+    if (params.num_sinks == 0) params.sink = nullptr;
+  }
+  params.num_heads_q = int(q.size(1)), params.num_heads_kv = int(k.size(1)), params.head_dim_v = int(v.size(2));
+  params.softmax_scale = float(softmax_scale), params.softcap = float(softcap);
+
+  attn::FwdEntry const* const kernel =
+      find_kernel(attn::fwd_entries(), {element, int(q.size(2)), int(v.size(2)), softcap > 0});
+  attn::FwdTensors const tensors{operand("q", q), operand("k", k), operand("v", v)};
+  if (q.size(0) == 0 || q.size(1) == 0) return;
+  cudaStream_t const stream = stream_of(device);
+  ffi::Tensor counter = ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {4}, DLDataType{kDLInt, 32, 1}, q.device());
+  params.counter = static_cast<int32_t*>(counter.data_ptr());
+  check_status("attn_fwd", cudaMemsetAsync(params.counter, 0, 16, stream));
+  check_status("attn_fwd", kernel->launcher(params, tensors, num_ctas(device, sm_margin), stream));
+}
+
 }  // namespace
 }  // namespace magi::binding
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(magi_version, magi::binding::magi_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(magi_plan_format, magi::binding::magi_plan_format);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_fwd, magi::binding::attn_fwd);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_bwd_prepare, magi::binding::attn_bwd_prepare);

@@ -8,6 +8,39 @@ namespace magi::attn {
 
 enum class ElementType { kFloat16, kBfloat16 };
 
+// A (token, head, dim) tensor of 16-bit elements, last dim contiguous; strides of (token, head) in elements, each a
+// multiple of 8 where its extent passes 1; data 16-byte aligned.
+struct TokenTensor {
+  void const* data;
+  int64_t tokens;
+  int heads, dim;
+  int64_t strides[2];
+};
+
+struct FwdTensors {
+  TokenTensor q, k, v;
+};
+
+// What one attention kernel is compiled for.
+struct KernelKey {
+  ElementType element;
+  int head_dim, head_dim_v;  // as compiled: multiples of 64
+  bool is_softcapped;
+  bool operator==(KernelKey const& o) const {
+    return element == o.element && head_dim == o.head_dim && head_dim_v == o.head_dim_v &&
+           is_softcapped == o.is_softcapped;
+  }
+};
+
 cudaError_t launch_bwd_prepare(BwdPrepareParams const& params, ElementType element, cudaStream_t stream);
+
+// Kernels register themselves when the library is loaded, so a build may leave files out.
+using FwdLauncher = cudaError_t (*)(FwdParams const&, FwdTensors const&, int num_ctas, cudaStream_t);
+struct FwdEntry {
+  KernelKey key;
+  FwdLauncher launcher;
+  FwdEntry const* next;
+};
+FwdEntry const*& fwd_entries();
 
 }  // namespace magi::attn

@@ -26,7 +26,7 @@ def library_path() -> str:
     return str(files(__name__) / "libmagi_core_sm90.so")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load() -> Module:
     """Load the library, once.
 

@@ -15,4 +15,18 @@ struct BwdPrepareParams {
   bool is_wide;  // every row of dout and out starts on 16 bytes, and head_dim_v % 8 == 0
 };
 
+struct FwdParams {
+  int32_t const* plan;      // FlexPlan buffer
+  void* out;                // (total_q, num_heads_q, head_dim_v), 16-byte rows; written at tiles flagged last
+  float* out_acc;           // the same shape; read and written at tiles that span stages, may be null otherwise
+  float* lse;               // (total_q, num_heads_q), natural log; -inf where a row sees no key
+  float* max_logits;        // (num_heads_q,), raised; may be null
+  float const* sink;        // (num_sinks, num_heads_q) or (total_q, num_sinks, num_heads_q), contiguous; may be null
+  int32_t* counter;         // one zeroed word: the queue position of the next item
+  int64_t out_strides[2], out_acc_strides[2], lse_strides[2];  // token, head
+  int num_heads_q, num_heads_kv, head_dim_v, num_sinks;
+  bool is_sink_per_token;
+  float softmax_scale, softcap;
+};
+
 }  // namespace magi::attn

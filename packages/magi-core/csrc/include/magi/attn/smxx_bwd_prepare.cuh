@@ -6,17 +6,12 @@
 // where strides allow. Bound by memory: every element of dout and out is read once.
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2; the gradient through lse is ours. Any architecture.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
+#include "magi/attn/element.cuh"
 #include "magi/attn/params.h"
 
 namespace magi::attn {
-
-__device__ inline float widen(__half x) { return __half2float(x); }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <class Element>
 struct BwdPrepareTraits {

@@ -1,0 +1,3 @@
+#include "launch/sm90/attn_fwd.cuh"
+
+static magi::attn::FwdRegistration<magi::attn::FwdTraits<__half, 128, 128, magi::attn::Scaled>> const registration;

@@ -1,0 +1,10 @@
+#include "launch/sm90/launch.h"
+
+namespace magi::attn {
+
+FwdEntry const*& fwd_entries() {
+  static FwdEntry const* first = nullptr;
+  return first;
+}
+
+}  // namespace magi::attn
