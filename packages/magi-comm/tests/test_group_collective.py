@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from magi_comm import WorkWithPostProcessFn, group_cast, group_reduce
 from magi_comm.testing import ThreadWorld
 

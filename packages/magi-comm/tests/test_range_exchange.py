@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from magi_comm.range_exchange import RangeExchange
 from magi_comm.testing import RankFailure, ThreadWorld
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from magi_comm import range_fill_, range_gather, range_reduce, rows
 
 INF = float("inf")

@@ -53,6 +53,23 @@ class _Channel:
         self.ops: dict[int, _Op] = {}
 
 
+class _Run:
+    """What the ranks of one ``run`` share. A rank that outlives its run keeps this one and disturbs no later run."""
+
+    def __init__(self, size: int) -> None:
+        self.channel = _Channel(tuple(range(size)))
+        self.subgroups: dict[tuple[int, tuple[int, ...], int], _Channel] = {}
+        self.returned: set[int] = set()
+        self.failed: tuple[int, str] | None = None
+
+    def raise_if_failed(self, comm: ThreadCommunicator, name: str, number: int) -> None:
+        if self.failed is not None:
+            rank, error = self.failed
+            raise RankAborted(
+                f"rank {comm.rank} of {comm.size} stopped in {name} (collective {number}): rank {rank} failed: {error}"
+            )
+
+
 class _ThreadWork:
     def __init__(self, comm: ThreadCommunicator, op: _Op, number: int) -> None:
         self._comm, self._op, self._number = comm, op, number
@@ -67,13 +84,17 @@ class _ThreadWork:
 class ThreadCommunicator:
     """One rank of a `ThreadWorld` (or of a subgroup of it). To be used from that rank's thread only."""
 
-    def __init__(self, world: ThreadWorld, channel: _Channel, rank: int) -> None:
+    def __init__(self, world: ThreadWorld, run: _Run, channel: _Channel, rank: int) -> None:
         self._world = world
+        self.rank = rank
+        self.size = len(channel.members)
+        self._begin(run, channel)
+
+    def _begin(self, run: _Run, channel: _Channel) -> None:
+        self._run_state = run
         self._channel = channel
         self._next = 0
         self._subgroups: dict[tuple[int, ...], int] = {}
-        self.rank = rank
-        self.size = len(channel.members)
 
     def __repr__(self) -> str:
         return f"ThreadCommunicator(rank={self.rank}, size={self.size})"
@@ -90,7 +111,7 @@ class ThreadCommunicator:
         with world._changed:
             number = self._next
             self._next += 1
-            world._raise_if_aborted(self, name, number)
+            self._run_state.raise_if_failed(self, name, number)
             op = channel.ops.setdefault(number, _Op(name))
             if op.name != name and op.error is None:
                 other = next(iter(op.given))
@@ -118,9 +139,9 @@ class ThreadCommunicator:
         deadline = time.monotonic() + world.timeout_s
         with world._changed:
             while not op.done:
-                world._raise_if_aborted(self, op.name, number)
+                self._run_state.raise_if_failed(self, op.name, number)
                 missing = [r for r in range(self.size) if r not in op.given]
-                returned = [r for r in missing if self._channel.members[r] in world._returned]
+                returned = [r for r in missing if self._channel.members[r] in self._run_state.returned]
                 if returned:
                     raise RankAborted(
                         f"rank {self.rank} of {self.size} waits in {op.name} (collective {number}), "
@@ -264,8 +285,10 @@ class ThreadCommunicator:
         nth = self._subgroups.get(chosen, 0)
         self._subgroups[chosen] = nth + 1
         members = tuple(self._channel.members[r] for r in chosen)
-        channel = self._world._subgroup(self._channel, members, nth)
-        return ThreadCommunicator(self._world, channel, chosen.index(self.rank))
+        run = self._run_state
+        with self._world._changed:
+            channel = run.subgroups.setdefault((id(self._channel), members, nth), _Channel(members))
+        return ThreadCommunicator(self._world, run, channel, chosen.index(self.rank))
 
 
 class ThreadWorld:
@@ -288,31 +311,13 @@ class ThreadWorld:
         self.size = size
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._reset()
         self._make_comms()
 
     def _make_comms(self) -> None:
+        run = _Run(self.size)
         self.comms: tuple[ThreadCommunicator, ...] = tuple(
-            ThreadCommunicator(self, self._channel, r) for r in range(self.size)
+            ThreadCommunicator(self, run, run.channel, r) for r in range(self.size)
         )
-
-    def _reset(self) -> None:
-        self._channel = _Channel(tuple(range(self.size)))
-        self._channels: dict[Any, _Channel] = {}
-        self._returned: set[int] = set()
-        self._failed: tuple[int, str] | None = None
-
-    def _subgroup(self, parent: _Channel, members: tuple[int, ...], nth: int) -> _Channel:
-        with self._changed:
-            key = (id(parent), members, nth)
-            return self._channels.setdefault(key, _Channel(members))
-
-    def _raise_if_aborted(self, comm: ThreadCommunicator, name: str, number: int) -> None:
-        if self._failed is not None:
-            rank, error = self._failed
-            raise RankAborted(
-                f"rank {comm.rank} of {comm.size} stopped in {name} (collective {number}): rank {rank} failed: {error}"
-            )
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(comm, *args, **kwargs)`` on every rank and return the results in rank order.
@@ -320,24 +325,24 @@ class ThreadWorld:
         Raises:
             RankFailure: from the exception of the rank that failed first.
         """
-        self._reset()
-        for comm in self.comms:
-            comm._channel, comm._next, comm._subgroups = self._channel, 0, {}
+        run, comms = _Run(self.size), self.comms
+        for comm in comms:
+            comm._begin(run, run.channel)
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException, str]] = []  # in order of time
 
         def main(rank: int) -> None:
             try:
-                results[rank] = fn(self.comms[rank], *args, **kwargs)
+                results[rank] = fn(comms[rank], *args, **kwargs)
             except BaseException as error:
                 with self._changed:
                     errors.append((rank, error, traceback.format_exc()))
-                    if self._failed is None:
-                        self._failed = (rank, f"{type(error).__name__}: {error}")
+                    if run.failed is None:
+                        run.failed = (rank, f"{type(error).__name__}: {error}")
                     self._changed.notify_all()
             else:
                 with self._changed:
-                    self._returned.add(rank)
+                    run.returned.add(rank)
                     self._changed.notify_all()
 
         threads = [threading.Thread(target=main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
@@ -354,7 +359,7 @@ class ThreadWorld:
                 self._make_comms()  # a rank that never ends must not meet the next run
         except BaseException as error:  # an interrupt: let no rank wait on
             with self._changed:
-                self._failed = (-1, f"interrupted by {type(error).__name__}")
+                run.failed = (-1, f"interrupted by {type(error).__name__}")
                 self._changed.notify_all()
             raise
         if errors:
