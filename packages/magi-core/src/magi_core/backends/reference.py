@@ -16,6 +16,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,45 +55,77 @@ class _Heads:
         return slice(self.e, self.f)
 
 
+@dataclass(frozen=True)
+class _Mask:
+    """What hides pairs of a job, query-major: ``(rows, columns)``.
+
+    Attributes:
+        bound: +inf where the pair is visible, -inf where not; scores become ``minimum(score, bound)``, which is twenty
+            times faster than ``masked_fill`` on CPU. None when everything is visible.
+        bias: log(count) where pairs are covered more than once, or None.
+        unseen: stationary indices of a gathered job that see nothing. Nothing may cover them, and then they may hold
+            NaN, which neither a bound nor a weight of 0 silences.
+    """
+
+    bound: Tensor | None = None
+    bias: Tensor | None = None
+    unseen: Tensor | None = None
+
+
 @dataclass
 class _Masks:
-    """Masks of jobs, by their place relative to the job: a causal mask or a window has a handful of them."""
+    """Masks of jobs; those of one band by their place in the job, of which a causal mask or a window has a handful.
 
-    device: torch.device
+    Args:
+        is_transposed: the stationary axis is the keys.
+    """
+
+    like: Tensor
+    dtype: torch.dtype
+    is_transposed: bool
     may_overlap: bool
-    kept: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, ...], _Mask] = field(default_factory=dict)
 
-    def hidden(self, job: Job) -> Tensor | None:
-        """``(stationary, moving)`` bool, True where the pair is not visible; None for a full job."""
+    def of(self, job: Job) -> _Mask:
+        """The mask of a job."""
         if job.is_full:
-            return None
+            return _Mask()
+        if job.entries is not None:
+            return self._gathered(job, job.entries)
         lo, hi = job.lo - job.m0 + job.s0, job.hi - job.m0 + job.s0
         key = (job.s1 - job.s0, job.m1 - job.m0, lo, hi)
         mask = self.kept.get(key)
         if mask is None:
-            rows = torch.arange(job.s1 - job.s0, device=self.device)[:, None]
-            distance = torch.arange(job.m1 - job.m0, device=self.device)[None, :] - rows
-            mask = (distance < lo) | (distance > hi)
+            rows = torch.arange(job.s1 - job.s0, device=self.like.device)[:, None]
+            distance = torch.arange(job.m1 - job.m0, device=self.like.device)[None, :] - rows
+            mask = _Mask(self._bound((distance >= lo) & (distance <= hi)))
             if len(self.kept) >= _MASKS_KEPT:
                 self.kept.clear()
             self.kept[key] = mask
         return mask
 
-    def gathered(self, job: Job) -> tuple[Tensor, Tensor | None]:
-        """The same for a gathered job, and log(count) where a pair is covered more than once, or None."""
-        assert job.entries is not None
+    def _query_major(self, x: Tensor) -> Tensor:
+        return x.t().contiguous() if self.is_transposed else x
+
+    def _bound(self, visible: Tensor) -> Tensor:
+        infinity = self.like.new_full((), torch.inf, dtype=self.dtype)
+        return self._query_major(torch.where(visible, infinity, -infinity))
+
+    def _gathered(self, job: Job, entries: npt.NDArray[np.int64]) -> _Mask:
         rows, columns = job.s1 - job.s0, job.num_moving
-        entries = torch.from_numpy(job.entries).to(self.device)
-        steps = torch.zeros(rows * (columns + 1), dtype=torch.int32, device=self.device)
-        one = torch.ones((), dtype=torch.int32, device=self.device).expand(len(entries))
-        row = entries[:, 0] * (columns + 1)
-        steps.index_put_((row + entries[:, 1],), one, accumulate=True)
-        steps.index_put_((row + entries[:, 2],), -one, accumulate=True)
+        device = self.like.device
+        b_entries = torch.from_numpy(entries).to(device)
+        steps = torch.zeros(rows * (columns + 1), dtype=torch.int32, device=device)
+        one = torch.ones((), dtype=torch.int32, device=device).expand(len(entries))
+        row = b_entries[:, 0] * (columns + 1)
+        steps.index_put_((row + b_entries[:, 1],), one, accumulate=True)
+        steps.index_put_((row + b_entries[:, 2],), -one, accumulate=True)
         counts = steps.view(rows, columns + 1).cumsum(1, dtype=torch.int32)[:, :columns]
         bias = None
         if self.may_overlap and bool((counts > 1).any()):
-            bias = counts.clamp_min(1).float().log()
-        return counts == 0, bias
+            bias = self._query_major(counts.clamp_min(1).to(self.dtype).log())
+        visible = counts > 0
+        return _Mask(self._bound(visible), bias, ~visible.any(1))
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -193,7 +227,7 @@ def forward(
     dtype = compute_dtype(q.dtype)
     num_heads_kv, group = k.shape[1], q.shape[1] // k.shape[1]
     queries = _Queries(num_heads_kv, dtype)
-    scratch, masks = _Scratch(q, dtype), _Masks(q.device, schedule.may_overlap)
+    scratch, masks = _Scratch(q, dtype), _Masks(q, dtype, False, schedule.may_overlap)
     lse_sink = None if sink is None else lse_of_sink(sink.to(dtype), sink_layout)
     largest = None if max_logits is None else max_logits.view(num_heads_kv, group)
     for tile in schedule.forward:
@@ -201,22 +235,16 @@ def forward(
         tile_out = q.new_zeros(rows, num_heads_kv, group, v.shape[2], dtype=dtype)
         tile_lse = q.new_full((rows, num_heads_kv, group), -torch.inf, dtype=dtype)
         if tile.jobs:
-            state_masks = [_mask_of(job, masks) for job in tile.jobs]
+            job_masks = [masks.of(job) for job in tile.jobs]
             for _, blocks in _head_blocks(num_heads_kv, group, _largest_block(tile)):
                 for heads in blocks:
                     block_largest = None if largest is None else largest[heads.kv, heads.group]
                     acc, block_lse = _forward_tile(
-                        tile, heads, q, k, v, queries, scratch, state_masks, softmax_scale, softcap, block_largest
+                        tile, heads, q, k, v, queries, scratch, job_masks, softmax_scale, softcap, block_largest
                     )
                     tile_out[:, heads.kv, heads.group] = acc.permute(2, 0, 1, 3)
                     tile_lse[:, heads.kv, heads.group] = block_lse.squeeze(3).permute(2, 0, 1)
         _finish(tile, tile_out.flatten(1, 2), tile_lse.flatten(1, 2), out, out_acc, lse, lse_sink)
-
-
-def _mask_of(job: Job, masks: _Masks) -> tuple[Tensor | None, Tensor | None]:
-    if job.entries is not None:
-        return masks.gathered(job)
-    return masks.hidden(job), None
 
 
 def _finish(
@@ -254,7 +282,7 @@ def _forward_tile(
     v: Tensor,
     queries: _Queries,
     scratch: _Scratch,
-    job_masks: list[tuple[Tensor | None, Tensor | None]],
+    job_masks: list[_Mask],
     softmax_scale: float,
     softcap: float,
     largest: Tensor | None,
@@ -268,29 +296,31 @@ def _forward_tile(
     m = q.new_full((num_kv, group, rows, 1), -torch.inf, dtype=dtype)
     total = q.new_zeros((num_kv, group, rows, 1), dtype=dtype)
     round_p = q.dtype != dtype
-    for job, (hidden, bias) in zip(tile.jobs, job_masks, strict=True):
+    for job, mask in zip(tile.jobs, job_masks, strict=True):
         a, b, columns = job.s0 - tile.begin, job.s1 - tile.begin, job.num_moving
         is_whole = a == 0 and b == rows
         moving = _moving(job, q.device)
         job_q = tile_q if is_whole else _by_group(tile_q, group)[:, :, a:b].reshape(num_kv, -1, tile_q.shape[2])
         s = scratch.block(0, num_kv, group * (b - a), columns)
+        if mask.unseen is not None:
+            job_q = _by_group(job_q, group).masked_fill(mask.unseen[:, None], 0.0).flatten(1, 2)
         torch.baddbmm(
             s, job_q, _keys(k, moving, heads, dtype).transpose(1, 2), beta=0, alpha=softmax_scale, out=s
         )
         s4 = _by_group(s, group)
         if softcap > 0:
             s.div_(softcap).tanh_().mul_(softcap)
-        if hidden is not None:
-            s4.masked_fill_(hidden, -torch.inf)
+        if mask.bound is not None:
+            torch.minimum(s4, mask.bound, out=s4)
         job_max = s4.amax(3, keepdim=True)
         if largest is not None:
             torch.maximum(largest, job_max.amax((2, 3)), out=largest)
-        if bias is not None:
-            s4.add_(bias)
+        if mask.bias is not None:
+            s4.add_(mask.bias)
             job_max = s4.amax(3, keepdim=True)
         old_m, job_m, job_total = m[:, :, a:b], torch.maximum(m[:, :, a:b], job_max), total[:, :, a:b]
         # A row that has seen nothing yet keeps m = -inf; 0 stands in for it, by the mask, never by a big number.
-        safe_m = job_m if hidden is None else torch.where(job_m == -torch.inf, 0.0, job_m)
+        safe_m = job_m if mask.bound is None else torch.where(job_m == -torch.inf, 0.0, job_m)
         rescale = _exp_(old_m - safe_m)
         _exp_(s4.sub_(safe_m))
         job_total.mul_(rescale).add_(s4.sum(3, keepdim=True))
@@ -350,7 +380,7 @@ def backward(
     dtype = compute_dtype(q.dtype)
     num_heads_kv, group = k.shape[1], q.shape[1] // k.shape[1]
     queries = _Queries(num_heads_kv, dtype)
-    scratch, masks = _Scratch(q, dtype), _Masks(q.device, schedule.may_overlap)
+    scratch, masks = _Scratch(q, dtype), _Masks(q, dtype, True, schedule.may_overlap)
     # exp(s - inf) = 0: a row that sees nothing has no P, whatever its scores are.
     safe_lse = torch.where(lse == -torch.inf, torch.inf, lse)
     dq_by_group = dq_acc.view(num_heads_kv, group, dq_acc.shape[1], dq_acc.shape[2])
@@ -359,7 +389,7 @@ def backward(
     for tile in schedule.backward:
         if not tile.jobs:
             continue
-        job_masks = [_mask_of(job, masks) for job in tile.jobs]
+        job_masks = [masks.of(job) for job in tile.jobs]
         columns = slice(tile.begin, tile.end)
         for kv, blocks in _head_blocks(num_heads_kv, group, _largest_block(tile)):
             size = (kv.stop - kv.start, tile.end - tile.begin)
@@ -390,7 +420,7 @@ def _backward_tile(
     grads: tuple[Tensor, Tensor, Tensor],
     queries: _Queries,
     scratch: _Scratch,
-    job_masks: list[tuple[Tensor | None, Tensor | None]],
+    job_masks: list[_Mask],
     softmax_scale: float,
     softcap: float,
 ) -> None:
@@ -399,13 +429,12 @@ def _backward_tile(
     tile_k, tile_v = keys
     dq, tile_dk, tile_dv = grads
     group, num_kv = heads.f - heads.e, tile_k.shape[0]
-    for job, (hidden, bias) in zip(tile.jobs, job_masks, strict=True):
+    for job, mask in zip(tile.jobs, job_masks, strict=True):
         a, b, rows = job.s0 - tile.begin, job.s1 - tile.begin, job.num_moving
         moving = _moving(job, q.device)
         job_k, job_v = tile_k[:, a:b], tile_v[:, a:b]
-        if job.entries is not None and hidden is not None:
-            # Keys between gathered pieces may be covered by nothing, and then hold NaN, which 0 would not silence.
-            unseen = hidden.all(1)[None, :, None]
+        if mask.unseen is not None:
+            unseen = mask.unseen[:, None]
             job_k, job_v = job_k.masked_fill(unseen, 0.0), job_v.masked_fill(unseen, 0.0)
         job_q, job_dout = queries.read(q, moving, heads), queries.read(dout, moving, heads)
         p = scratch.block(0, num_kv, group * rows, b - a)
@@ -416,10 +445,10 @@ def _backward_tile(
             slope = torch.mul(p, p, out=scratch.block(2, *p.shape)).neg_().add_(1.0)
             p.mul_(softcap)
         p.sub_(queries.read_scalars(lse, moving, heads))
-        if hidden is not None:
-            _by_group(p, group).masked_fill_(hidden.t(), -torch.inf)
-        if bias is not None:
-            _by_group(p, group).add_(bias.t())
+        if mask.bound is not None:
+            torch.minimum(_by_group(p, group), mask.bound, out=_by_group(p, group))
+        if mask.bias is not None:
+            _by_group(p, group).add_(mask.bias)
         _exp_(p)
         tile_dv[:, a:b].baddbmm_(p.transpose(1, 2), job_dout)
         ds = torch.bmm(job_dout, job_v.transpose(1, 2), out=scratch.block(1, *p.shape))

@@ -24,9 +24,9 @@ FIRST, LAST = 1, 2
 
 # Visible pairs per head that cost as much as the fixed part of one job, times heads (about 100 us at 2.5 ns a pair).
 _JOB_OVERHEAD = 40_000
-_TILE_OVERHEAD = 40_000
 _TILE_SIZES = (64, 128, 256, 512)
-_STEP = 512
+_BLOCK_ELEMENTS = 1 << 20  # scores of one job over all heads: 4 MB in float32
+_STEPS = (512, 4096)  # fewest and most moving indices of a job of a large piece
 _EMPTY_TILE = 4096  # rows of a tile that meets nothing
 
 
@@ -134,16 +134,31 @@ def _cut_segments(segments: Int, size: int) -> tuple[Int, Int, Int]:
     return np.concatenate(begins), np.concatenate(ends), np.concatenate(flags)
 
 
-def _estimate(pieces: Int, num_tiles: int, num_heads: int) -> float:
+def _step(size: int, num_heads: int) -> int:
+    """Moving indices of a job: as many as fill a block of scores."""
+    return min(max(_BLOCK_ELEMENTS // (size * max(1, num_heads)), _STEPS[0]), _STEPS[1])
+
+
+def _estimate(pieces: Int, tile: Int, size: int, num_heads: int) -> float:
+    """Cost of a cut, in pairs of one head."""
     if len(pieces) == 0:
         return 0.0
-    moving = pieces[:, 3] - pieces[:, 2]
-    steps = -(-moving // _STEP)
-    computed = (pieces[:, 1] - pieces[:, 0]) * moving
-    # Small pieces will share jobs: about one job for every tile that has any.
-    small = computed * num_heads <= _JOB_OVERHEAD
-    jobs = float(steps[~small].sum()) + min(float(small.sum()), 2.0 * num_tiles)
-    return jobs * _JOB_OVERHEAD + float(computed.sum()) * num_heads + num_tiles * _TILE_OVERHEAD
+    rows, moving = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
+    is_small = rows * moving * num_heads <= _JOB_OVERHEAD
+    large, small = ~is_small, is_small
+    jobs = float((-(-moving[large] // _step(size, num_heads))).sum())
+    computed = float((rows[large] * moving[large]).sum())
+    if small.any():
+        # Small pieces of a tile share jobs, each about as tall as the tile, unless they would cost less alone.
+        columns = np.bincount(tile[small], weights=moving[small])
+        count = np.bincount(tile[small])
+        area = np.bincount(tile[small], weights=(rows * moving)[small])
+        shared = size * columns * num_heads + _JOB_OVERHEAD * (count > 0)
+        alone = area * num_heads + _JOB_OVERHEAD * count
+        return (jobs + len(np.unique(tile))) * _JOB_OVERHEAD + computed * num_heads + float(
+            np.minimum(shared, alone).sum()
+        )
+    return (jobs + len(np.unique(tile))) * _JOB_OVERHEAD + computed * num_heads
 
 
 def build_tiles(bands: Int, segments: Int, num_heads: int) -> tuple[Tile, ...]:
@@ -152,16 +167,16 @@ def build_tiles(bands: Int, segments: Int, num_heads: int) -> tuple[Tile, ...]:
     for size in _TILE_SIZES:
         t0, t1, flags = _cut_segments(segments, size)
         pieces, tile = _pieces(bands, t0, t1)
-        cost = _estimate(pieces, len(np.unique(tile)), num_heads)
+        cost = _estimate(pieces, tile, size, num_heads)
         if best is None or cost < best[0]:
-            best = cost, t0, t1, flags, pieces, tile
+            best = cost, t0, t1, flags, pieces, tile, _step(size, num_heads)
     assert best is not None
-    _, t0, t1, flags, pieces, tile = best
+    _, t0, t1, flags, pieces, tile, step = best
     edges = np.searchsorted(tile, np.arange(len(t0) + 1)).tolist()
     overhead = max(1, _JOB_OVERHEAD // max(1, num_heads))
     tiles: list[Tile] = []
     for i, (begin, end, flag) in enumerate(zip(t0.tolist(), t1.tolist(), flags.tolist(), strict=True)):
-        jobs = _jobs(pieces[edges[i] : edges[i + 1]].tolist(), overhead)
+        jobs = _jobs(pieces[edges[i] : edges[i + 1]].tolist(), overhead, step)
         last = tiles[-1] if tiles else None
         if not jobs and last and not last.jobs and last.flags == flag and last.end == begin:
             if end - last.begin <= _EMPTY_TILE:
@@ -171,7 +186,7 @@ def build_tiles(bands: Int, segments: Int, num_heads: int) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def _jobs(pieces: list[list[int]], overhead: int) -> tuple[Job, ...]:
+def _jobs(pieces: list[list[int]], overhead: int, step: int) -> tuple[Job, ...]:
     """Jobs of one tile, from its pieces sorted by ``m0``."""
     jobs: list[Job] = []
     group: list[list[int]] = []
@@ -180,27 +195,27 @@ def _jobs(pieces: list[list[int]], overhead: int) -> tuple[Job, ...]:
         s0, s1, m0, m1, _, _ = piece
         area = (s1 - s0) * (m1 - m0)
         if area > overhead:
-            jobs += _split(piece)
+            jobs += _split(piece, step)
             continue
         if group:
             new_low, new_high = min(low, s0), max(high, s1)
             new_columns = columns + max(0, m1 - max(m0, end))
             grown = (new_high - new_low) * new_columns - (high - low) * columns
-            if grown <= overhead + area and new_columns <= 2 * _STEP:
+            if grown <= overhead + area and new_columns <= step:
                 group.append(piece)
                 low, high, end, columns = new_low, new_high, max(end, m1), new_columns
                 continue
-            jobs += _gather(group)
+            jobs += _gather(group, step)
         group, low, high, end, columns = [piece], s0, s1, m1, m1 - m0
     if group:
-        jobs += _gather(group)
+        jobs += _gather(group, step)
     return tuple(jobs)
 
 
-def _split(piece: list[int]) -> list[Job]:
+def _split(piece: list[int], step: int) -> list[Job]:
     """One band's part of a tile, in steps of the moving axis, each shrunk to its visible rows."""
     s0, s1, m0, m1, lo, hi = piece
-    steps = -(-(m1 - m0) // _STEP)
+    steps = -(-(m1 - m0) // step)
     jobs = []
     for i in range(steps):
         a, b = m0 + (m1 - m0) * i // steps, m0 + (m1 - m0) * (i + 1) // steps
@@ -213,10 +228,10 @@ def _split(piece: list[int]) -> list[Job]:
     return jobs
 
 
-def _gather(group: list[list[int]]) -> list[Job]:
+def _gather(group: list[list[int]], step: int) -> list[Job]:
     """Small pieces as one job over the union of their moving intervals."""
     if len(group) == 1:
-        return _split(group[0])
+        return _split(group[0], step)
     pieces = np.asarray(group, dtype=np.int64)
     s0, s1, m0, m1, lo, hi = (pieces[:, i] for i in range(6))
     reached = np.maximum.accumulate(m1)  # pieces are sorted by m0
