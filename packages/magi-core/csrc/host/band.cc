@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "host/mask.h"
+
 namespace magi {
 namespace {
 
@@ -102,6 +104,8 @@ int64_t area(Band const& band) {
 std::vector<Band> canonical(std::vector<Band> bands) {
   for (Band& b : bands) b = shrink(b);
   std::erase_if(bands, is_empty);
+  if (std::vector<Band> normal; normal_form(bands, normal)) return normal;
+  // Some pair is covered twice: bands are fused where they can be, and the list may depend on how it was written.
   // Disjoint bands whose union is a band have it as their hull, so equal areas tell; bands that touch by rows, by
   // columns or by diagonals are disjoint.
   auto const fuse = [&bands](auto const& order, auto const& touches) {

@@ -54,8 +54,8 @@ Band hull(Band const& a, Band const& b);
 // Appends the fewest row intervals, each a slice of a public type, that together are the band: at most three.
 void append_slices(Band const& band, std::vector<Slice>& slices);
 
-// Drops empty bands, fuses disjoint touching ones whose union is a band, sorts by (q0, k0). See band.cc for what is
-// and what is not promised about lists that cover equal cells.
+// The same cells as bands sorted by (q0, k0). Of disjoint bands it is a function of the cells alone (mask.h), so equal
+// masks are equal lists. When a pair is covered twice, touching bands whose union is a band are fused, no more.
 std::vector<Band> canonical(std::vector<Band> bands);
 
 // 64-bit digest of a list of bands as they stand.
