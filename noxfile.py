@@ -281,7 +281,15 @@ def wheels(session: nox.Session) -> None:
     env = {"MAGI_TEST_DIST": str(DIST)}
     with timed(session, "audit of the wheels"):
         session.run(
-            python, "-m", "pytest", "-q", "tests/test_wheels.py", "tests/test_lockstep.py", *session.posargs, env=env
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "--noconftest",
+            "tests/test_wheels.py",
+            "tests/test_lockstep.py",
+            *session.posargs,
+            env=env,
         )
     for path in sorted(DIST.glob("*.whl")):
         session.log(f"{path.stat().st_size / 2**20:8.2f} MiB  {path.name}")
@@ -292,7 +300,9 @@ def lockstep(session: nox.Session) -> None:
     """Check that every wheel's version and sibling pins agree with VERSION."""
     build_wheels(session, *PURE_OR_HOST)
     python = environment(session, "test", "wheels")
-    session.run(python, "-m", "pytest", "-q", "tests/test_lockstep.py", env={"MAGI_TEST_DIST": str(DIST)})
+    session.run(
+        python, "-m", "pytest", "-q", "--noconftest", "tests/test_lockstep.py", env={"MAGI_TEST_DIST": str(DIST)}
+    )
 
 
 @nox.session(venv_backend="none")
