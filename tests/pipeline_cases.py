@@ -43,6 +43,7 @@ class Case:
     overlap: str
     variant: str
     dtype: str = "float64"
+    seed: int = 0
 
     def __str__(self) -> str:
         return f"{self.mask}-{self.total}-w{self.world_size}-o{self.overlap}-{self.variant}-{self.dtype}"
@@ -53,6 +54,8 @@ class Case:
 
     @property
     def num_heads(self) -> tuple[int, int]:
+        if self.dtype != "float64":  # dsink has one independent error per head: a budget needs many to mean something
+            return (18, 6) if self.variant == "gqa_softcap" else (16, 8)
         return (6, 2) if self.variant == "gqa_softcap" else (2, 1) if self.total > 2000 else (2, 2)
 
     @property
@@ -138,7 +141,9 @@ def every_case() -> list[Case]:
 
 def tensors_of(case: Case) -> dict[str, Tensor]:
     """Global inputs and output gradients, equal in every process."""
-    generator = torch.Generator().manual_seed(hash_of(f"{case.mask}-{case.total}-{_same_problem(case.variant)}"))
+    generator = torch.Generator().manual_seed(
+        hash_of(f"{case.mask}-{case.total}-{_same_problem(case.variant)}") + case.seed
+    )
     (hq, hk), (d, dv) = case.num_heads, case.head_dims
 
     def normal(*shape: int, dtype: torch.dtype = case.torch_dtype) -> Tensor:
@@ -262,7 +267,7 @@ def _exact(case: Case) -> dict[str, Tensor]:
 def exact(case: Case) -> dict[str, Tensor]:
     """One rank in float64: the dense reference, or, where that is too large, the one-device operator, which is held to
     the dense reference by its own tests."""
-    return _exact(Case(1, case.mask, case.total, "1", _same_problem(case.variant), case.dtype))
+    return _exact(Case(1, case.mask, case.total, "1", _same_problem(case.variant), case.dtype, case.seed))
 
 
 def _same_problem(variant: str) -> str:

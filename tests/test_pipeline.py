@@ -6,6 +6,7 @@ dimensions there are. By default a covering set runs: every two values of differ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import magi_attention.api as api
@@ -19,7 +20,7 @@ from torch import Tensor
 
 FP64 = cases.every_case() if is_nightly() else cases.covering_cases()
 LOW_PRECISION = [
-    Case(w, mask, 1000, overlap, variant, dtype)
+    Case(w, mask, 300, overlap, variant, dtype)
     for (w, mask, overlap, variant, dtype) in [
         (2, "causal", "1", "sink", "bfloat16"),
         (4, "varlen_causal", "2", "gqa_softcap", "bfloat16"),
@@ -27,7 +28,8 @@ LOW_PRECISION = [
         (3, "random_bands", "auto", "sink", "bfloat16"),
         (8, "full", "3", "uneven", "bfloat16"),
         (4, "swa_causal", "0", "plain", "float16"),
-        (5, "cross", "2", "sink", "float32"),
+        (5, "cross", "2", "sink", "float16"),
+        (5, "cross", "2", "gqa_softcap", "float32"),
     ]
 ]
 
@@ -69,10 +71,13 @@ def test_any_world_gives_what_one_rank_gives(case: Case, thread_world: Any) -> N
 
 @pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
 def test_low_precision_stays_within_the_budget(case: Case, thread_world: Any) -> None:
-    results = thread_world(case.world_size).run(cases.run_rank, case, cases.tensors_of(case))
-    got, exact, same = gathered(results), cases.exact(case), cases.same_precision(case)
-    for name in got:
-        assert_within_budget(got[name], same[name], exact[name], name=name)
+    # Over several draws: a sink's gradient is a sum with one independent error per head, and a budget made of one draw
+    # of those is itself a matter of luck.
+    draws = [replace(case, seed=seed) for seed in range(4)]
+    got = [gathered(thread_world(c.world_size).run(cases.run_rank, c, cases.tensors_of(c))) for c in draws]
+    same, exact = [cases.same_precision(c) for c in draws], [cases.exact(c) for c in draws]
+    for name in got[0]:
+        assert_within_budget(*(torch.stack([r[name] for r in results]) for results in (got, same, exact)), name=name)
 
 
 def sample_for_processes() -> list[Case]:
