@@ -75,7 +75,7 @@ def run_forward(
     out, lse, max_logits = empty_outputs(q, v, options.return_max_logits)
     max_logits.fill_(-torch.inf)
     stages.attn_fwd_stage(
-        *(out, None, lse, max_logits if options.return_max_logits else None, q, k, v, plan),  # type: ignore[arg-type]
+        *(out, None, lse, max_logits if options.return_max_logits else None, q, k, v, plan),
         sink=sink,
         sink_layout=options.sink_layout,
         softmax_scale=options.softmax_scale,
@@ -113,7 +113,7 @@ def run_backward(
         dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         stages.attn_bwd_stage(
-            *(dq_acc, dk, dv, dout, q, k, v, lse, delta, plan),  # type: ignore[arg-type]
+            *(dq_acc, dk, dv, dout, q, k, v, lse, delta, plan),
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
             deterministic=options.deterministic,
@@ -144,7 +144,7 @@ class _FlexAttnBackward(torch.autograd.Function):
 
 class _FlexAttn(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, max_logits = run_forward(q, k, v, sink, plan, options)
@@ -155,7 +155,7 @@ class _FlexAttn(torch.autograd.Function):
         return out, lse, max_logits
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
         if dout is None and dlse is None:
             return (None,) * 6
         needs = ctx.needs_input_grad
@@ -355,11 +355,11 @@ def flex_flash_attn_func(
 
         if plan is None:
             b_q, b_k = _range_tensor(q_ranges, "q_ranges"), _range_tensor(k_ranges, "k_ranges")
-            types, buffer = _type_tensor(attn_type_map, b_q.shape[0]), None
+            types = _type_tensor(attn_type_map, b_q.shape[0])
+            out, lse, max_logits = ops.flex_attn(q, k, v, b_q, b_k, types, None, sink, options, allow_overlap)
         else:
-            b_q = b_k = types = None
             buffer = plan if isinstance(plan, Tensor) else plan.tensor(q.device)
-        out, lse, max_logits = ops.flex_attn(q, k, v, b_q, b_k, types, buffer, sink, options, allow_overlap)
+            out, lse, max_logits = ops.flex_attn(q, k, v, None, None, None, buffer, sink, options, allow_overlap)
     else:
         chosen = host_plan(q, k, q_ranges, k_ranges, attn_type_map, plan, allow_overlap, options.backend)
         out, lse, max_logits = _FlexAttn.apply(q, k, v, sink, chosen, options)

@@ -94,7 +94,7 @@ class DevicePlan:
 
     def __init__(self, buffer: Tensor, total_q: int, total_k: int) -> None:
         self.buffer = buffer
-        self.header = {"total_q": total_q, "total_k": total_k}
+        self.total_q, self.total_k = total_q, total_k
 
     def tensor(self, device: torch.device) -> Tensor:
         """The buffer, int32."""
@@ -107,7 +107,11 @@ class DevicePlan:
         Raises:
             ValueError: a range outside its tensor, a reversed range, a bad type, or a pair covered twice.
         """
-        FlexPlan.from_tensor(self.buffer.cpu()).check()
+        FlexPlan(self.buffer).check()
+
+    def host(self) -> FlexPlan:
+        """The same plan on the host; synchronises."""
+        return FlexPlan(self.buffer)
 
 
 def plan_from_device_ranges(

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from .sink import LAYOUTS, sink_gradient
 
 if TYPE_CHECKING:
     from .plan import FlexPlan
+    from .plan_cache import DevicePlan
 
 __all__ = [
     "attn_bwd_prepare",
@@ -40,26 +42,21 @@ __all__ = [
     "sink_backward_from_delta",
 ]
 
-_ALLOW_OVERLAP = 2  # magi::plan::kAllowOverlap
 _SCHEDULES_KEPT = 64
 # Schedules of the blockwise backend, by plan and number of heads. The plan is kept with its schedule, so that its id
 # cannot be given to another one.
 _schedules: OrderedDict[tuple[int, int], tuple[FlexPlan, Schedule]] = OrderedDict()
 
 
-def _schedule(plan: FlexPlan, num_heads: int) -> Schedule:
+def _schedule(given: FlexPlan | DevicePlan, num_heads: int) -> Schedule:
+    from .plan import FlexPlan
+
+    plan = given if isinstance(given, FlexPlan) else given.host()
     key = (id(plan), num_heads)
     found = _schedules.pop(key, None)
     if found is None:
-        tiles = np.asarray(plan.fwd_tiles).reshape(-1, 8)
-        header = plan.header
         schedule = Schedule.build(
-            np.asarray(plan.bands, dtype=np.int32).reshape(-1, 6),
-            int(header["total_q"]),
-            int(header["total_k"]),
-            _segments(tiles),
-            num_heads,
-            bool(int(header["flags"]) & _ALLOW_OVERLAP),
+            plan.bands, plan.total_q, plan.total_k, _segments(plan.fwd_tiles), num_heads, plan.may_overlap
         )
         found = plan, schedule
         while len(_schedules) >= _SCHEDULES_KEPT:
@@ -68,7 +65,7 @@ def _schedule(plan: FlexPlan, num_heads: int) -> Schedule:
     return found[1]
 
 
-def _segments(tiles: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _segments(tiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Runs of touching tiles with equal stage flags: ``(n, 3)`` begin, end, flags."""
     if len(tiles) == 0:
         return np.empty((0, 3), np.int64)
@@ -80,9 +77,8 @@ def _segments(tiles: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> np.ndar
     return np.stack([begin[first], end[last], flags[first]], 1).astype(np.int64)
 
 
-def _check_plan(plan: FlexPlan, q: Tensor, k: Tensor) -> None:
-    header = plan.header
-    for name, tensor, total in (("q", q, int(header["total_q"])), ("k", k, int(header["total_k"]))):
+def _check_plan(plan: FlexPlan | DevicePlan, q: Tensor, k: Tensor) -> None:
+    for name, tensor, total in (("q", q, plan.total_q), ("k", k, plan.total_k)):
         if tensor.shape[0] != total:
             raise ValueError(f"plan must be for the tokens of {name} ({tensor.shape[0]}), got a plan for {total}")
 
@@ -95,7 +91,7 @@ def attn_fwd_stage(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: FlexPlan,
+    plan: FlexPlan | DevicePlan,
     *,
     sink: Tensor | None = None,
     sink_layout: str = "sh",
@@ -188,7 +184,7 @@ def attn_bwd_stage(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    plan: FlexPlan,
+    plan: FlexPlan | DevicePlan,
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -228,10 +224,13 @@ def attn_bwd_stage(
 def sink_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor, sink_layout: str = "sh"
 ) -> Tensor:
-    """Gradient of the sink, shaped like it: ``exp(sink - lse) * (dlse - sum_d(out * dout))``, summed over rows for ``sh``.
+    """Gradient of the sink: ``exp(sink - lse) * (dlse - sum_d(out * dout))``, summed over rows for layout ``sh``.
 
     Args:
         dout, out, lse, dlse: as for :func:`attn_bwd_prepare`; the lse has the sink in it.
+
+    Returns:
+        Like ``sink``.
     """
     return sink_backward_from_delta(reference.backward_prepare(dout, out, lse, dlse), lse, sink, sink_layout)
 

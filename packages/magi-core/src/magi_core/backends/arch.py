@@ -37,7 +37,8 @@ sm_margin)``
     One stage backward: adds to the dq accumulator, stores every element of ``dk`` and ``dv``.
 ``dq_convert(dq, dq_workspace)``
     The accumulator in the dtype and layout of ``dq``.
-``plan_device(plan, q_ranges, k_ranges, mask_types | None, total_q, total_k, block_m, block_n, bwd_block_m, bwd_block_n)``
+``plan_device(plan, q_ranges, k_ranges, mask_types | None, total_q, total_k, block_m, block_n, bwd_block_m,
+bwd_block_n)``
     Plans ranges that are device tensors into ``plan`` (``plan_capacity_words`` int32) without a synchronisation.
 ``plan_capacity_words(num_slices, total_q, total_k, block_m, block_n, bwd_block_m, bwd_block_n) -> int``
 
@@ -142,7 +143,7 @@ def _core_version() -> str:
     return str(magi_core.__version__)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load_arch(name: str) -> ArchLibrary:
     """Load an arch wheel by name (``"sm90"``) and check that it belongs to this ``magi_core``.
 

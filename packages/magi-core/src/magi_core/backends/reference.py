@@ -143,7 +143,11 @@ class _Queries:
 
     def by_group(self, x: Tensor) -> Tensor:
         """``(total_q, num_heads_kv, group, ...)`` view."""
-        return x.unflatten(1, (self.num_heads_kv, x.shape[1] // self.num_heads_kv))
+        shape, stride = x.shape, x.stride()
+        group = shape[1] // self.num_heads_kv
+        return x.as_strided(
+            (shape[0], self.num_heads_kv, group, *shape[2:]), (stride[0], group * stride[1], stride[1], *stride[2:])
+        )
 
     def read(self, x: Tensor, rows: slice | Tensor, heads: _Heads) -> Tensor:
         """``x (total_q, num_heads_q, dim)``; the result is folded."""
@@ -304,9 +308,7 @@ def _forward_tile(
         s = scratch.block(0, num_kv, group * (b - a), columns)
         if mask.unseen is not None:
             job_q = _by_group(job_q, group).masked_fill(mask.unseen[:, None], 0.0).flatten(1, 2)
-        torch.baddbmm(
-            s, job_q, _keys(k, moving, heads, dtype).transpose(1, 2), beta=0, alpha=softmax_scale, out=s
-        )
+        torch.baddbmm(s, job_q, _keys(k, moving, heads, dtype).transpose(1, 2), beta=0, alpha=softmax_scale, out=s)
         s4 = _by_group(s, group)
         if softcap > 0:
             s.div_(softcap).tanh_().mul_(softcap)
@@ -424,7 +426,7 @@ def _backward_tile(
     softmax_scale: float,
     softcap: float,
 ) -> None:
-    """Add one tile of keys and a block of heads: ``grads`` are dq ``(kv, group, total_q, d)``, and the tile's dk, dv."""
+    """Add a tile of keys and a block of heads: ``grads`` are dq ``(kv, group, total_q, d)``, and the tile's dk, dv."""
     q, dout, lse, delta = inputs
     tile_k, tile_v = keys
     dq, tile_dk, tile_dv = grads

@@ -155,8 +155,10 @@ def _estimate(pieces: Int, tile: Int, size: int, num_heads: int) -> float:
         area = np.bincount(tile[small], weights=(rows * moving)[small])
         shared = size * columns * num_heads + _JOB_OVERHEAD * (count > 0)
         alone = area * num_heads + _JOB_OVERHEAD * count
-        return (jobs + len(np.unique(tile))) * _JOB_OVERHEAD + computed * num_heads + float(
-            np.minimum(shared, alone).sum()
+        return (
+            (jobs + len(np.unique(tile))) * _JOB_OVERHEAD
+            + computed * num_heads
+            + float(np.minimum(shared, alone).sum())
         )
     return (jobs + len(np.unique(tile))) * _JOB_OVERHEAD + computed * num_heads
 

@@ -29,7 +29,7 @@ def select_backend(backend: str | None, device: torch.device, dtype: torch.dtype
     name = backend or ("ffa" if device.type == "cuda" else REFERENCE if device.type == "cpu" else "")
     if not name:
         raise NotImplementedError(
-            f'backend=None serves cpu and cuda tensors, got {device}; pass backend="reference", which runs on any device'
+            f'backend=None serves cpu and cuda tensors, got {device}; backend="reference" runs on any device'
         )
     if name not in BACKENDS:
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
