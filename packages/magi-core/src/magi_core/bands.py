@@ -99,7 +99,7 @@ class Bands:
     @property
     def data(self) -> Int32Array:
         """``(n, 6)`` int32, C-contiguous, read-only."""
-        view = self._data.view()
+        view: Int32Array = self._data.view()
         view.setflags(write=False)
         return view
 

@@ -168,7 +168,7 @@ class FlexPlan:
     @property
     def buffer(self) -> Int32Array:
         """``(num_words,)`` int32, read-only."""
-        view = self._buffer.view()
+        view: Int32Array = self._buffer.view()
         view.setflags(write=False)
         return view
 
@@ -177,7 +177,7 @@ class FlexPlan:
         import torch
 
         where = torch.device(device)
-        if where.type != "cpu" and where.index is None:
+        if where.type != "cpu" and ":" not in str(where):  # the current device, by its number
             where = torch.empty(0, device=where).device
         key = str(where)
         if key not in self._tensors:
