@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from magi_core.bands import Bands
-from magi_core.planner import DISPATCH_ALGORITHMS, Owners, chunk_areas, dispatch_chunks, dispatch_lower_bound
+from magi_core.planner import (
+    DISPATCH_ALGORITHMS,
+    Owners,
+    chunk_areas,
+    dispatch_chunks,
+    dispatch_lower_bound,
+    plan_distributed,
+)
 
 ALGORITHMS = sorted(set(DISPATCH_ALGORITHMS) - {"backtracking_pruning"})
 ANY_COUNTS = {"dynamic_programming", "binary_search"}
@@ -231,3 +238,61 @@ def test_owners_of_chunks_must_cover_every_chunk():
     ):
         with pytest.raises(ValueError, match=message):
             Owners.from_chunks(chunks, 4, 10)
+
+
+def received(bands, total, owners):
+    plan = plan_distributed(bands, total, total, owners, owners)
+    return plan.num_received(), plan.balance
+
+
+def log_normal_documents(num_documents, total, seed):
+    draws = np.random.default_rng(seed).lognormal(0.0, 1.0, num_documents)
+    lengths = np.maximum(1, np.floor(draws / draws.sum() * (total - num_documents)).astype(np.int64))
+    lengths[0] += total - lengths.sum()
+    return documents(lengths)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("world_size", "num_documents"), [(8, 50), (32, 200)])
+def test_balanced_halves_the_traffic_of_min_heap(world_size, num_documents, seed):
+    """Packed documents, 8k tokens a rank, chunks of 512: as balanced as min-heap, at less than 60 % of its traffic."""
+    total = 8192 * world_size
+    bands = log_normal_documents(num_documents, total, seed)
+    areas = chunk_areas(bands, 512, total)
+    by_alg = {}
+    for alg in ("balanced", "min_heap"):
+        chunks = dispatch_chunks(areas, world_size, alg, bands=bands, chunk_size=512, total_q=total)
+        by_alg[alg] = received(bands, total, Owners.from_chunks(chunks, 512, total))
+    tokens, balance = by_alg["balanced"]
+    allowed = max(1.011 * int(areas.sum()) / world_size, dispatch_lower_bound(areas, world_size))
+    assert balance.max() <= allowed
+    assert tokens.sum() < 0.6 * by_alg["min_heap"][0].sum()
+
+
+def test_balanced_keeps_a_window_contiguous():
+    """Window of 1024 over 256k tokens, 8 ranks: each receives the window behind its block, not scattered pieces."""
+    total, window = 1 << 18, 1024
+    bands = Bands.from_slices([[0, window], [window, total]], [[0, window], [1, total]], [1, 3])
+    areas = chunk_areas(bands, 512, total)
+    chunks = dispatch_chunks(areas, 8, bands=bands, chunk_size=512, total_q=total)
+    tokens, balance = received(bands, total, Owners.from_chunks(chunks, 512, total))
+    assert tokens.max() <= 1100
+    assert balance.max() * 8 <= 1.02 * balance.sum()
+
+
+@given(areas=st.lists(st.integers(0, 1000), min_size=1, max_size=60), world_size=st.integers(1, 6))
+def test_balanced_without_a_mask_has_fewer_runs_than_min_heap_or_better_balance(areas, world_size):
+    weights = np.array(areas)
+    ours = dispatch_chunks(weights, world_size)
+    heap = dispatch_chunks(weights, world_size, "min_heap")
+
+    def runs(chunks):
+        return sum(int(np.sum(np.diff(c) > 1)) + 1 for c in chunks if len(c))
+
+    allowed = max(1.01 * sum(areas) / world_size, dispatch_lower_bound(weights, world_size))
+    assert runs(ours) <= runs(heap) or max(loads(ours, weights)) <= max(*loads(heap, weights), allowed)
+
+
+def test_balanced_handles_equal_and_empty_chunks():
+    assert [c.tolist() for c in dispatch_chunks([7] * 8, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [c.tolist() for c in dispatch_chunks([0] * 4, 2)] == [[0, 1], [2, 3]]
