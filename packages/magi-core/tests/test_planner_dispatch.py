@@ -233,8 +233,8 @@ def test_dispatch_refuses(kwargs, error, message):
 def test_owners_of_chunks_must_cover_every_chunk():
     for chunks, message in (
         ([[0], [1]], "chunk 2 is given to no rank"),
-        ([[0, 1], [1, 2]], r"chunks\[1\] holds a chunk that is given twice"),
-        ([[0, 1, 2, 3]], r"chunks\[0\] must hold ids in \[0, 3\)"),
+        ([[0, 1], [1, 2]], r"chunks\[1\] holds chunk 1, which is given twice"),
+        ([[0, 1, 2, 3]], r"chunks\[0\] must hold ids in \[0, 3\), got 3"),
     ):
         with pytest.raises(ValueError, match=message):
             Owners.from_chunks(chunks, 4, 10)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _host
 from ..errors import checked_int
-from ._arrays import Int64Array, band_array, frozen, int64_array
+from ._arrays import Int32Array, Int64Array, band_array, frozen, int64_array
 
 #: Name of every algorithm -> code of the host library (csrc/host/dispatch.h). Names are those of the public
 #: ``DispatchAlgType``, ``balanced`` is ours.
@@ -161,21 +161,30 @@ def dispatch_chunks(
 
 def split_by_rank(ranks: Any, world_size: int) -> list[Int64Array]:
     """Rank of each chunk -> ascending chunk ids of each rank."""
-    order = np.argsort(ranks, kind="stable").astype(np.int64)
-    ends = np.cumsum(np.bincount(ranks, minlength=world_size))
-    return [frozen(part) for part in np.split(order, ends[:-1])]
+    order = frozen(np.argsort(ranks, kind="stable").astype(np.int64))
+    ends = np.cumsum(np.bincount(ranks, minlength=world_size)).tolist()
+    return [order[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def rank_of_chunks(chunks: Sequence[Any], num_chunks: int) -> Any:
+def rank_of_chunks(chunks: Sequence[Any], num_chunks: int) -> Int32Array:
     """The inverse of ``split_by_rank``, int32; ValueError when some chunk has no rank or two."""
-    ranks = np.full(num_chunks, -1, np.int32)
-    for rank, ids in enumerate(chunks):
-        listed = int64_array(ids, f"chunks[{rank}]")
-        if listed.size and (int(listed.min()) < 0 or int(listed.max()) >= num_chunks):
-            raise ValueError(f"chunks[{rank}] must hold ids in [0, {num_chunks}), got {listed.tolist()[:8]}")
-        if listed.size and (np.any(ranks[listed] >= 0) or len(np.unique(listed)) != len(listed)):
-            raise ValueError(f"chunks[{rank}] holds a chunk that is given twice")
-        ranks[listed] = rank
-    if np.any(ranks < 0):
-        raise ValueError(f"chunk {int(np.argmin(ranks))} is given to no rank")
+    lists = [ids if isinstance(ids, np.ndarray) else int64_array(ids, f"chunks[{r}]") for r, ids in enumerate(chunks)]
+    for rank, ids in enumerate(lists):
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            lists[rank] = int64_array(ids, f"chunks[{rank}]")
+    listed = np.concatenate([np.zeros(0, np.int64), *lists])
+    owner = np.repeat(np.arange(len(lists), dtype=np.int32), [len(ids) for ids in lists])
+    outside = (listed < 0) | (listed >= num_chunks)
+    if np.any(outside):
+        first = int(np.argmax(outside))
+        raise ValueError(f"chunks[{owner[first]}] must hold ids in [0, {num_chunks}), got {listed[first]}")
+    times = np.bincount(listed, minlength=num_chunks)
+    if np.any(times > 1):
+        twice = int(np.argmax(times > 1))
+        rank = int(owner[np.flatnonzero(listed == twice)[1]])
+        raise ValueError(f"chunks[{rank}] holds chunk {twice}, which is given twice")
+    if np.any(times == 0):
+        raise ValueError(f"chunk {int(np.argmin(times))} is given to no rank")
+    ranks = np.empty(num_chunks, np.int32)
+    ranks[listed] = owner
     return ranks
