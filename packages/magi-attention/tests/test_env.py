@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-
 from magi_attention import env
 from magi_attention.common.enum import MagiAttentionKernelBackend, MagiAttentionPrecision
 from magi_attention.env import reader

@@ -156,15 +156,29 @@ def _host_library() -> Finding:
     return Finding("what runs", name, OK, str(getattr(host, "LIBRARY_PATH", "loaded")))
 
 
+def _attend(torch: Any, device: Any, dtype: Any) -> None:
+    """Attend once, and look at what comes out: whether something runs is seen, not deduced."""
+    flex_flash_attn_func = import_module("magi_core.flex_attn").flex_flash_attn_func
+    q = torch.ones(8, 2, 64, device=device, dtype=dtype)
+    ranges = torch.tensor([[0, 8]], device=device, dtype=torch.int32)
+    out, _ = flex_flash_attn_func(q, q, q, ranges, ranges, torch.ones(1, device=device, dtype=torch.int32))
+    if not bool((out == 1).all()):
+        raise RuntimeError("attention over equal values did not give that value")
+
+
 def _attention(torch: Any, host: Finding) -> list[Finding]:
     section = "what runs"
     if torch is None:
         return [Finding(section, "attention", MISSING, "torch cannot be imported", "pip install torch")]
     if host.status != OK:
         return [Finding(section, "attention", BROKEN, "the host library does not load", host.fix)]
-    found = [
-        Finding(section, "attention on CPU", OK, "torch reference backend: any head_dim; float16 to float64, bfloat16")
-    ]
+    try:
+        _attend(torch, torch.device("cpu"), torch.float32)
+    except Exception as error:
+        found = [Finding(section, "attention on CPU", BROKEN, _reason(error))]
+    else:
+        detail = "torch reference backend: any head_dim; bfloat16, float16, float32, float64"
+        found = [Finding(section, "attention on CPU", OK, detail)]
     arch = import_module("magi_core.backends.arch")
     installed = ", ".join(arch.installed_archs()) or "none"
     found.append(Finding(section, "arch wheels installed", INFO, installed))
@@ -177,6 +191,7 @@ def _attention(torch: Any, host: Finding) -> list[Finding]:
         try:
             wanted = arch.arch_for_capability(*capability)
             library = arch.library_for_device(torch.device("cuda", index))
+            _attend(torch, torch.device("cuda", index), torch.bfloat16)
         except arch.ArchNotInstalledError as error:
             found.append(Finding(section, name, MISSING, _reason(error), f"pip install 'magi-attention[{wanted}]'"))
         except Exception as error:

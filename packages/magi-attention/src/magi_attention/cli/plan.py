@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..config import DistAttnConfig
 
-BUILDERS = ("documents", "causal", "window", "prefix_lm", "block_causal", "prefix_tree")
+BUILDERS = ("full", "documents", "causal", "window", "prefix_lm", "block_causal", "prefix_tree")
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -39,7 +39,7 @@ def _parameters(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise ArgumentProblem(f"a parameter must be NAME=VALUE, e.g. -p seqlen=4096, got {pair!r}")
+            raise ArgumentProblem(f"a parameter must be NAME=VALUE, e.g. -p total_q=4096, got {pair!r}")
         if name in values:
             raise ArgumentProblem(f"parameter {name} must be given once")
         values[name] = _literal(text)
@@ -50,10 +50,13 @@ def _built_mask(name: str, parameters: dict[str, Any]) -> "Mask":
     from magi_core.mask import Mask
 
     builder = getattr(Mask, name)
+    signature = inspect.signature(builder)
     try:
-        inspect.signature(builder).bind(**parameters)
+        signature.bind(**parameters)
     except TypeError as error:
-        raise ArgumentProblem(f"{error}; {name} takes {name}{inspect.signature(builder)}") from None
+        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        raise ArgumentProblem(f"{name}{shown}: {error}") from None
     try:
         mask: Mask = builder(**parameters)
     except (ValueError, TypeError) as error:
@@ -98,7 +101,7 @@ def _sliced_mask(path: str) -> "Mask":
     try:
         total_q = spec.get("total_q", max((end for _, end in q_ranges), default=0))
         total_k = spec.get("total_k", max((end for _, end in k_ranges), default=0))
-        return Mask.from_slices(q_ranges, k_ranges, types, total_q, total_k)
+        return Mask.from_slices(q_ranges, k_ranges, types, total_q=total_q, total_k=total_k)
     except (ValueError, TypeError) as error:
         raise ArgumentProblem(f"--slices {path}: {error}") from None
 
@@ -122,7 +125,7 @@ def _packed_mask(args: argparse.Namespace) -> "Mask":
         raise ArgumentProblem(f"--window must be LEFT,RIGHT, got {args.window!r}")
     try:
         q, k, types, total_q, total_k = infer_attn_mask_from_cu_seqlens(cu_q, cu_k, args.causal, (window[0], window[1]))
-        return Mask.from_slices(q, k, types, total_q, total_k)
+        return Mask.from_slices(q, k, types, total_q=total_q, total_k=total_k)
     except (ValueError, TypeError) as error:
         raise ArgumentProblem(str(error)) from None
 
@@ -229,6 +232,8 @@ def _run(args: argparse.Namespace) -> int:
 
     mask, config = _mask(args), _config(args)
     try:
+        if not args.allow_overlap:
+            mask.check()
         planned = plan_mask(mask, args.world_size, config)
     except ValueError as error:
         raise ArgumentProblem(str(error)) from None
@@ -286,7 +291,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=(
             "examples:\n"
-            "  python -m magi_attention plan causal -p seqlen=8192 --world-size 8\n"
+            "  python -m magi_attention plan causal -p total_q=8192 --world-size 8\n"
             "  python -m magi_attention plan --cu-seqlens 0,1000,5000,8192 --causal --world-size 4 --png mask.png\n"
             "  echo '[[0,64,0,64,\"causal\"],[64,96,0,96]]' | python -m magi_attention plan --slices - --world-size 2\n"
         ),
@@ -310,6 +315,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="for bytes (default: 128)")
     parser.add_argument("--head-dim-v", type=int, metavar="D", help="for bytes (default: head dim)")
     parser.add_argument("--dtype", choices=_ITEM_BYTES, default="bf16", help="for bytes (default: bf16)")
+    parser.add_argument("--allow-overlap", action="store_true", help="count pairs that two slices show twice")
     parser.add_argument("--verify", action="store_true", help="check the plan by brute force")
     parser.add_argument("--json", action="store_true", help="numbers as JSON, no picture")
     parser.add_argument("--png", metavar="FILE", help="write the picture")

@@ -9,8 +9,8 @@ from magi_core.flex_attn import AttnForwardMeta
 from torch import Tensor
 
 from ..planning.key import DistAttnRuntimeKey
-from ..planning.registry import dist_attn_runtime_dict_mgr
 from ..planning.manager import DistAttnRuntimeMgr
+from ..planning.registry import dist_attn_runtime_dict_mgr
 
 __all__ = ["dispatch_func", "dist_attn_func", "roll_func", "roll_simple_func", "undispatch_func"]
 
