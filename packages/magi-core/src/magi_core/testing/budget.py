@@ -8,12 +8,16 @@ from torch import Tensor
 __all__ = ["assert_within_budget"]
 
 
-def assert_within_budget(got: Tensor, same_precision: Tensor, exact: Tensor, *, name: str) -> None:
+def assert_within_budget(
+    got: Tensor, same_precision: Tensor, exact: Tensor, *, name: str, rounding: torch.dtype | None = None
+) -> None:
     """``got`` may err twice as much as plain torch in the same precision, plus one rounding of the largest value.
 
     Args:
         got: the tensor under test. same_precision: the same from plain torch in its precision.
         exact: the same in float64. All of one shape.
+        rounding: dtype of the one rounding, where it is coarser than that of ``got``: dsink is float32 but is made of
+            ``out``, which is rounded to the dtype of the inputs.
 
     Raises:
         AssertionError: a shape differs, a value is infinite or NaN in other places than in ``exact``, infinities
@@ -31,5 +35,5 @@ def assert_within_budget(got: Tensor, same_precision: Tensor, exact: Tensor, *, 
     assert torch.equal(got[~finite].double(), exact[~finite]), f"{name}: other infinities than the reference"
     differences = (got.double() - exact, same_precision.double() - exact, exact)
     error, baseline, largest = (float(torch.where(finite, x, 0.0).abs().max()) for x in differences)
-    budget = 2 * baseline + torch.finfo(got.dtype).eps * largest
+    budget = 2 * baseline + torch.finfo(rounding or got.dtype).eps * largest
     assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
