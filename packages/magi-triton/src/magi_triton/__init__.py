@@ -1,0 +1,54 @@
+"""Attention operators in Triton.
+
+Importing this package imports neither torch nor Triton and looks at no device; names arrive at first use.
+``operators()`` lists what this release has; ``supports(name, **shape)`` says whether a call would work, and why not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from . import runtime as runtime
+    from . import testing as testing
+    from .registry import Support as Support
+    from .registry import operators as operators
+    from .registry import supports as supports
+    from .runtime.device import BackendInfo as BackendInfo
+
+# name -> (module, attribute; None for the module itself)
+_HOME = {
+    "BackendInfo": ("runtime.device", "BackendInfo"),
+    "Support": ("registry", "Support"),
+    "operators": ("registry", "operators"),
+    "supports": ("registry", "supports"),
+    "runtime": ("runtime", None),
+    "testing": ("testing", None),
+}
+# Facts of the machine, looked up when first asked for.
+_FACTS = {"device": "device", "vendor": "vendor_name", "vendor_name": "vendor_name"}
+
+__all__ = ["__version__", "backend_info", *_HOME, *_FACTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        module, attribute = _HOME[name]
+        value = importlib.import_module(f".{module}", __name__)
+        if attribute is not None:
+            value = getattr(value, attribute)
+    elif name == "backend_info" or name in _FACTS:
+        value = importlib.import_module(".runtime.device", __name__).backend_info()
+        if name in _FACTS:
+            value = getattr(value, _FACTS[name])
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
