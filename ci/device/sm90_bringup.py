@@ -17,10 +17,24 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 import sm90_plan  # noqa: E402
 
+try:
+    from magi_core import FlexPlan, Mask
+except ImportError:
+    FlexPlan = None
+
 torch.manual_seed(0)
 tvm_ffi.register_error("NotImplementedError", NotImplementedError)
 lib = tvm_ffi.load_module(sys.argv[1])
 dev = torch.device("cuda")
+
+
+def make_plan(slices, tq, tk, hq, hk, core=True, many=False, **options):
+    """A plan on the device: the C++ builder's, or the independent one's."""
+    if core and FlexPlan is not None:
+        a = np.array(slices, np.int64).reshape(-1, 5)
+        mask = Mask.from_slices(a[:, 0:2], a[:, 2:4], a[:, 4].tolist(), total_q=tq, total_k=tk)
+        return FlexPlan.build(mask, num_heads_q=hq, num_heads_kv=hk, **options).tensor(dev)
+    return torch.from_numpy(sm90_plan.build(slices, tq, tk, many=many)).to(dev)
 
 
 def masks_module():
@@ -75,19 +89,19 @@ def run(q, k, v, plan, scale, softcap=0.0, sink=None, out_acc=None, lse=None, ou
     return out, lse
 
 
-def check_one(name, slices, tq, tk, hq, hk, d, dv, dtype, softcap=0.0, with_sink=False, many=False, poison=True):
+def check_one(name, slices, tq, tk, hq, hk, d, dv, dtype, softcap=0.0, with_sink=False, many=False, poison=True, core=True):
     q = torch.randn(tq, hq, d, device=dev).to(dtype)
     k = torch.randn(tk, hk, d, device=dev).to(dtype)
     v = torch.randn(tk, hk, dv, device=dev).to(dtype)
     scale = d**-0.5
-    plan_np = sm90_plan.build(slices, tq, tk, many=many)
+    plan = make_plan(slices, tq, tk, hq, hk, core, many)
     seen = sm90_plan.dense(sm90_plan.bands_of(slices), tq, tk)
     if poison:
         dead = torch.from_numpy(seen.sum(0) == 0).to(dev)
         k[dead], v[dead] = float("nan"), float("nan")
     sink = torch.randn(2, hq, device=dev) if with_sink else None
     ml = torch.full((hq,), float("-inf"), device=dev)
-    out, lse = run(q, k, v, torch.from_numpy(plan_np).to(dev), scale, softcap, sink, ml=ml)
+    out, lse = run(q, k, v, plan, scale, softcap, sink, ml=ml)
     torch.cuda.synchronize()
     k, v = torch.nan_to_num(k), torch.nan_to_num(v)
     want, want_lse, top = reference(q, k, v, seen, scale, softcap, sink)
@@ -116,23 +130,27 @@ def random_slices(rng, tq, tk, n):
     return [s for s in out if s[1] > s[0] and s[3] > s[2]]
 
 
+HEAD_DIMS = ((128, 128), (64, 64), (192, 128), (192, 192), (256, 256), (96, 96), (8, 8), (72, 40))
+
+
 def checks():
     m = masks_module()
     bf, hf = torch.bfloat16, torch.float16
     good = True
-    for d, dv in ((128, 128), (64, 64), (192, 128), (192, 192), (256, 256), (96, 96), (8, 8), (72, 40)):
+    for d, dv in HEAD_DIMS:
         for dtype in (bf, hf):
             try:
                 good &= check_one("full 300", [(0, 300, 0, 300, 0)], 300, 300, 4, 2, d, dv, dtype)
                 good &= check_one("causal 1000", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, dv, dtype)
-                good &= check_one("causal many", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, dv, dtype, many=True)
+                good &= check_one("causal many", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, dv, dtype, many=True, core=False)
+                good &= check_one("long row", [(0, 100, 0, 3000, 0)], 100, 3000, 2, 1, d, dv, dtype)
                 good &= check_one("softcap", [(0, 500, 0, 700, 1)], 500, 700, 3, 1, d, dv, dtype, softcap=15.0)
             except NotImplementedError as e:
                 print("skip", d, dv, dtype, str(e)[:60])
     rng = np.random.default_rng(1)
     for i in range(12):
         tq, tk = int(rng.integers(1, 1500)), int(rng.integers(1, 1500))
-        good &= check_one(f"random {i}", random_slices(rng, tq, tk, int(rng.integers(1, 20))), tq, tk, 4, 2, 128, 128, bf, many=bool(i % 2))
+        good &= check_one(f"random {i}", random_slices(rng, tq, tk, int(rng.integers(1, 20))), tq, tk, 4, 2, 128, 128, bf, many=bool(i % 2), core=i % 3 > 0)
     good &= check_one("sink", [(0, 200, 0, 300, 1)], 500, 300, 4, 2, 128, 128, bf, with_sink=True)
     good &= check_one("nothing", [], 200, 300, 4, 2, 128, 128, bf)
     for kind in m.KINDS + m.ODD:
@@ -173,7 +191,7 @@ def timings(sizes=(8192, 16384), kinds=None, d=128, hq=64, hk=8):
         k, v = (torch.randn(s, hk, d, device=dev).to(torch.bfloat16) for _ in range(2))
         for kind in kinds or m.KINDS:
             sl = m.make(kind, s)
-            plan = torch.from_numpy(sm90_plan.build(sl, s, s, section_heads=0)).to(dev)
+            plan = make_plan(sl, s, s, hq, hk)
             out, lse = torch.empty_like(q), torch.empty(s, hq, device=dev)
             ms = timed(lambda: lib["attn_fwd"](out, None, lse, None, q, k, v, plan, None, 0, d**-0.5, 0.0, 0))
             print(f"time {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {4 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s", flush=True)
@@ -185,6 +203,11 @@ if __name__ == "__main__":
             checks()
         elif what == "time":
             timings()
+        elif what == "quick":
+            HEAD_DIMS = ((128, 128),)
+            checks()
+        elif what == "timeshort":
+            timings(kinds=["full", "causal", "varlen_causal"], sizes=(1024, 2048, 4096))
         elif what == "time64":
             timings(kinds=["full", "causal"], sizes=(16384,), d=64)
         elif what == "time256":

@@ -27,11 +27,10 @@ def bands_of(slices):
 
 
 def dense(bands, total_q, total_k):
-    rows, cols = np.arange(total_q)[:, None], np.arange(total_k)[None, :]
     seen = np.zeros((total_q, total_k), np.int32)
     for q0, q1, k0, k1, lo, hi in bands:
-        d = cols - rows
-        seen += (rows >= q0) & (rows < q1) & (cols >= k0) & (cols < k1) & (d >= lo) & (d <= hi)
+        d = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        seen[q0:q1, k0:k1] += (d >= lo) & (d <= hi)
     return seen
 
 

@@ -7,6 +7,8 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
+
 #include "binding/sm90_checks.h"
 #include "launch/sm90/launch.h"
 #include "magi/attn/params.h"
@@ -114,6 +116,11 @@ int num_ctas(int device, int64_t sm_margin) {
   return sms - int(sm_margin);
 }
 
+// 32-bit words on the device of a tensor, from its framework's allocator.
+ffi::Tensor device_words(ffi::TensorView like, int64_t words) {
+  return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({words}), DLDataType{kDLInt, 32, 1}, like.device());
+}
+
 void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::TensorView lse,
               ffi::Optional<ffi::TensorView> max_logits, ffi::TensorView q, ffi::TensorView k, ffi::TensorView v,
               ffi::TensorView plan, ffi::Optional<ffi::TensorView> sink, int64_t sink_layout, double softmax_scale,
@@ -182,10 +189,19 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
   attn::FwdTensors const tensors{operand("q", q), operand("k", k), operand("v", v)};
   if (q.size(0) == 0 || q.size(1) == 0) return;
   cudaStream_t const stream = stream_of(device);
-  ffi::Tensor counter = ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {4}, DLDataType{kDLInt, 32, 1}, q.device());
-  params.counter = static_cast<int32_t*>(counter.data_ptr());
-  check_status("attn_fwd", cudaMemsetAsync(params.counter, 0, 16, stream));
-  check_status("attn_fwd", kernel->launcher(params, tensors, num_ctas(device, sm_margin), stream));
+  // Per-call state from the caller's allocator: queue counter, arrivals of split tiles, their partial results. A plan
+  // has at most 4 parts per SM that it balances for (nominally 132).
+  int const ctas = num_ctas(device, sm_margin);
+  params.split_capacity = 4 * std::max(132, ctas + int(sm_margin));
+  int64_t const flag_words = 4 + 2 * params.split_capacity;
+  int64_t const part_words = int64_t(128) * (kernel->key.head_dim_v + 16);
+  ffi::Tensor flags = device_words(q, flag_words);
+  ffi::Tensor parts = device_words(q, params.split_capacity * part_words);
+  params.counter = static_cast<int32_t*>(flags.data_ptr());
+  params.split_arrivals = params.counter + 4;
+  params.split_workspace = static_cast<float*>(parts.data_ptr());
+  check_status("attn_fwd", cudaMemsetAsync(params.counter, 0, flag_words * 4, stream));
+  check_status("attn_fwd", kernel->launcher(params, tensors, ctas, stream));
 }
 
 }  // namespace

@@ -23,6 +23,9 @@ struct FwdParams {
   float* max_logits;        // (num_heads_q,), raised; may be null
   float const* sink;        // (num_sinks, num_heads_q) or (total_q, num_sinks, num_heads_q), contiguous; may be null
   int32_t* counter;         // one zeroed word: the queue position of the next item
+  int32_t* split_arrivals;  // zeroed, two words for each workspace slot and head
+  float* split_workspace;   // split_capacity states of a tile, each (head_dim_v as compiled + 16) * 128 words
+  int split_capacity;
   int64_t out_strides[2], out_acc_strides[2], lse_strides[2];  // token, head
   int num_heads_q, num_heads_kv, head_dim_v, num_sinks;
   bool is_sink_per_token;

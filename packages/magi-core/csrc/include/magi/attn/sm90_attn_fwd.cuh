@@ -25,16 +25,22 @@
 
 namespace magi::attn {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, class Score_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Score_, int kBlockN_ = 0>
 struct FwdTraits {
   using Element = Element_;
   using Score = Score_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kStages = 2;
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0, "a head dim must fill whole 64-element swizzle blocks");
   static constexpr int kBlockM = 128;
-  static constexpr int kBlockN = kHeadDim <= 128 ? 128 : kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 112 : 80;
+  static constexpr int kBlockN = kBlockN_ > 0                              ? kBlockN_
+                                 : kHeadDim <= 128 || kHeadDimV <= 128 ? 128
+                                 : kHeadDim <= 192                     ? 112
+                                                                       : 80;
+  static constexpr int kTileBytes = 2 * (kBlockM * kHeadDim + kStages * kBlockN * (kHeadDim + kHeadDimV));
+  // The next tile's queries are loaded under this one's last steps where shared memory allows.
+  static constexpr int kQSlots = kTileBytes + 2 * kBlockM * kHeadDim + 4096 <= 232448 ? 2 : 1;
   static constexpr int kMultipliers = 2, kThreads = 128 * (1 + kMultipliers);
-  static constexpr int kLoaderRegisters = 56, kMultiplierRegisters = 224;
+  static constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
   static_assert(128 * (kLoaderRegisters + kMultipliers * kMultiplierRegisters) <= 65536, "the register file is full");
 };
 
@@ -55,7 +61,20 @@ struct alignas(16) FwdWork {
   int row0, num_rows;  // query rows of the tile
   int head, flags;
   int num_steps;       // -1: no more work
-  int unused[3];
+  int split, num_splits, split_slot;
+};
+
+// Jobs of one tile, read from the plan ahead of their use. A long list comes in several batches.
+inline constexpr int kBatchJobs = 16;
+struct alignas(16) FwdBatch {
+  FwdWork work;
+  int num_jobs;
+  bool is_first, is_last;  // of its tile
+  struct alignas(16) Job {
+    int begin, end;        // keys, cut to the item
+    int job_class, a, b, q0, q1;  // as in FwdStep, b of a bit matrix counted at begin
+    int unused;
+  } jobs[kBatchJobs];
 };
 
 template <class T>
@@ -63,24 +82,27 @@ struct FwdKernel {
   using Element = typename T::Element;
   static constexpr int kM = T::kBlockM, kN = T::kBlockN, kD = T::kHeadDim, kDv = T::kHeadDimV;
   static constexpr uint32_t kQBytes = kM * kD * 2, kKBytes = kN * kD * 2, kVBytes = kN * kDv * 2;
-  static constexpr int kQWarps = 4 * T::kMultipliers;
+  static constexpr int kQWarps = 4 * T::kMultipliers, kBatches = 2;
 
   struct SharedStorage {
-    alignas(1024) uint8_t q[kQBytes];
+    alignas(1024) uint8_t q[T::kQSlots][kQBytes];
     alignas(1024) uint8_t k[T::kStages][kKBytes];
     alignas(1024) uint8_t v[T::kStages][kVBytes];
     FwdStep steps[T::kStages];
-    FwdWork work;
-    alignas(8) uint64_t q_full, q_empty;
+    FwdWork works[T::kQSlots];
+    FwdBatch batches[kBatches];
+    bool is_last_arriver[T::kMultipliers];
+    alignas(8) uint64_t q_full[T::kQSlots], q_empty[T::kQSlots];
+    uint64_t batch_full[kBatches], batch_empty[kBatches];
     uint64_t k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   };
   static_assert(sizeof(SharedStorage) <= 232448, "more shared memory than a CTA may have");
 
   enum Barrier : int { kTurn = 1, kGroup = kTurn + T::kMultipliers };  // named barriers, one a multiplier each
 
-  // ---- loader ----------------------------------------------------------------------------------------------------
+  // ---- planner: one warp of warpgroup 0 takes items from the queue and reads their jobs ----------------------------
 
-  __device__ static void load(SharedStorage& s, FwdParams const& p, FwdMaps const& maps) {
+  __device__ static void plan_ahead(SharedStorage& s, FwdParams const& p) {
     int const lane = threadIdx.x % 32;
     int32_t const* const plan = p.plan;
     int const num_items = plan[plan::kNumFwdItems];
@@ -93,118 +115,133 @@ struct FwdKernel {
     int const section_kv = plan[plan::kSectionHeads] > 0 ? min(plan[plan::kSectionHeads], p.num_heads_kv) : p.num_heads_kv;
     int const section_size = num_items * section_kv * group;
     int const total = num_items * p.num_heads_q;
-
-    ptx::RingState<T::kStages> k_ring, v_ring;
-    uint32_t q_phase = 0;
-
-    auto load_v = [&](int col0, int kv_head) {
-      ptx::mbarrier_wait(&s.v_empty[v_ring.slot], v_ring.phase ^ 1);
-      if (lane == 0) {
-        uint64_t* const full = &s.v_full[v_ring.slot];
-        ptx::mbarrier_arrive_expect(full, kVBytes);
-#pragma unroll
-        for (int c = 0; c < kDv / 64; ++c) {
-          ptx::tma_load_3d(s.v[v_ring.slot] + c * kN * 128, &maps.v, full, c * 64, col0, kv_head);
-        }
-      }
-      v_ring.advance();
-    };
+    ptx::RingState<kBatches> ring;
 
     for (int position = blockIdx.x; position < total;) {
       int next = 0;
       if (lane == 0) next = atomicAdd(p.counter, 1) + gridDim.x;
-
       int const section = position / section_size, in_section = position - section * section_size;
       int const section_heads = min(section_kv, p.num_heads_kv - section * section_kv) * group;
       int const item_index = in_section / section_heads;
       int const head = section * section_kv * group + in_section - item_index * section_heads;
-      int const kv_head = head / group;
       plan::Item const item = items[item_index];
       plan::Tile const tile = tiles[item.tile];
 
-      // Each lane holds one job of a batch of 32.
-      plan::Job job{};
-      plan::Band band{};
-      auto fetch = [&](int first) {
-        int const index = first + lane;
-        job = plan::Job{0, 0, plan::kFull, 0};
-        if (index < item.job_end) {
-          job = jobs[index];
-          if (job.job_class == plan::kOneBand) band = bands[job.index];
-        }
-      };
-      auto begin_of = [&] { return max(job.begin, item.clip_begin); };
-      auto steps_of = [&] { return max(0, min(job.end, item.clip_end) - begin_of() + kN - 1) / kN; };
       int num_steps = 0;
-      for (int first = item.job_begin; first < item.job_end; first += 32) {
-        fetch(first);
-        num_steps += __reduce_add_sync(0xffffffffu, steps_of());
+      for (int index = item.job_begin + lane; index < item.job_end; index += 32) {
+        int const begin = max(jobs[index].begin, item.clip_begin), end = min(jobs[index].end, item.clip_end);
+        num_steps += max(0, end - begin + kN - 1) / kN;
       }
+      num_steps = __reduce_add_sync(0xffffffffu, num_steps);
 
-      auto load_q = [&] {
-        ptx::mbarrier_wait(&s.q_empty, q_phase ^ 1);
-        if (lane == 0) {
-          s.work = FwdWork{tile.begin, tile.end - tile.begin, head, tile.flags, num_steps, {}};
-          if (num_steps > 0) {
-            ptx::mbarrier_arrive_expect(&s.q_full, kQBytes);
-#pragma unroll
-            for (int c = 0; c < kD / 64; ++c) {
-              ptx::tma_load_3d(s.q + c * kM * 128, &maps.q, &s.q_full, c * 64, tile.begin, head);
-            }
+      int first = item.job_begin;
+      do {
+        FwdBatch& batch = s.batches[ring.slot];
+        int const index = first + lane;
+        bool const has_job = lane < kBatchJobs && index < item.job_end;
+        typename FwdBatch::Job ahead{};
+        if (has_job) {
+          plan::Job const job = jobs[index];
+          ahead.begin = max(job.begin, item.clip_begin), ahead.end = min(job.end, item.clip_end);
+          ahead.job_class = job.job_class;
+          if (job.job_class == plan::kOneBand) {
+            plan::Band const band = bands[job.index];
+            ahead.a = band.lo, ahead.b = band.hi, ahead.q0 = band.q0, ahead.q1 = band.q1;
           } else {
-            ptx::mbarrier_arrive(&s.q_full);
+            ahead.a = masks + job.index * plan::kMaskWords, ahead.b = ahead.begin - job.begin;
           }
         }
-        q_phase ^= 1;
-      };
-
-      if (num_steps == 0) load_q();
-      bool is_first = true;
-      int previous_col0 = 0;
-      for (int first = item.job_begin; first < item.job_end; first += 32) {
-        if (item.job_end - item.job_begin > 32) fetch(first);
-        int const in_batch = min(32, item.job_end - first);
-        for (int j = 0; j < in_batch; ++j) {
-          int const job_begin = __shfl_sync(0xffffffffu, job.begin, j);
-          int const begin = __shfl_sync(0xffffffffu, begin_of(), j);
-          int const end = min(__shfl_sync(0xffffffffu, job.end, j), item.clip_end);
-          FwdStep step{};
-          step.job_class = __shfl_sync(0xffffffffu, job.job_class, j);
-          step.a = __shfl_sync(0xffffffffu, job.job_class == plan::kOneBand ? band.lo : masks + job.index * plan::kMaskWords, j);
-          step.b = __shfl_sync(0xffffffffu, band.hi, j);
-          step.q0 = __shfl_sync(0xffffffffu, band.q0, j);
-          step.q1 = __shfl_sync(0xffffffffu, band.q1, j);
-          for (int col0 = begin; col0 < end; col0 += kN) {
-            ptx::mbarrier_wait(&s.k_empty[k_ring.slot], k_ring.phase ^ 1);
-            if (lane == 0) {
-              step.col0 = col0, step.num_cols = min(kN, end - col0);
-              if (step.job_class == plan::kMany) step.b = col0 - job_begin;
-              s.steps[k_ring.slot] = step;
-              uint64_t* const full = &s.k_full[k_ring.slot];
-              ptx::mbarrier_arrive_expect(full, kKBytes);
-#pragma unroll
-              for (int c = 0; c < kD / 64; ++c) {
-                ptx::tma_load_3d(s.k[k_ring.slot] + c * kN * 128, &maps.k, full, c * 64, col0, kv_head);
-              }
-            }
-            k_ring.advance();
-            if (is_first) {
-              load_q();
-              is_first = false;
-            } else {
-              load_v(previous_col0, kv_head);
-            }
-            previous_col0 = col0;
-          }
+        ptx::mbarrier_wait(&s.batch_empty[ring.slot], ring.phase ^ 1);
+        if (has_job) batch.jobs[lane] = ahead;
+        if (lane == 0) {
+          batch.work = FwdWork{tile.begin, tile.end - tile.begin, head, tile.flags, num_steps, item.split,
+                               tile.num_splits, tile.split_slot};
+          batch.num_jobs = min(kBatchJobs, item.job_end - first);
+          batch.is_first = first == item.job_begin, batch.is_last = first + kBatchJobs >= item.job_end;
         }
-      }
-      if (!is_first) load_v(previous_col0, kv_head);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&s.batch_full[ring.slot]);
+        ring.advance();
+        first += kBatchJobs;
+      } while (first < item.job_end);
       position = __shfl_sync(0xffffffffu, next, 0);
     }
-    ptx::mbarrier_wait(&s.q_empty, q_phase ^ 1);
+    ptx::mbarrier_wait(&s.batch_empty[ring.slot], ring.phase ^ 1);
     if (lane == 0) {
-      s.work = FwdWork{0, 0, 0, 0, -1, {}};
-      ptx::mbarrier_arrive(&s.q_full);
+      s.batches[ring.slot].work.num_steps = -1;
+      ptx::mbarrier_arrive(&s.batch_full[ring.slot]);
+    }
+  }
+
+  // ---- loader: one thread of warpgroup 0 keeps the copy engine busy ------------------------------------------------
+
+  __device__ static void load(SharedStorage& s, FwdParams const& p, FwdMaps const& maps) {
+    int const group = p.num_heads_q / p.num_heads_kv;
+    ptx::RingState<T::kStages> k_ring, v_ring;
+    ptx::RingState<T::kQSlots> q_ring;
+    ptx::RingState<kBatches> ring;
+    bool is_first_step = true;
+    int previous_col0 = 0, kv_head = 0;
+
+    auto load_v = [&] {
+      ptx::mbarrier_wait(&s.v_empty[v_ring.slot], v_ring.phase ^ 1);
+      uint64_t* const full = &s.v_full[v_ring.slot];
+      ptx::mbarrier_arrive_expect(full, kVBytes);
+#pragma unroll
+      for (int c = 0; c < kDv / 64; ++c) {
+        ptx::tma_load_3d(s.v[v_ring.slot] + c * kN * 128, &maps.v, full, c * 64, previous_col0, kv_head);
+      }
+      v_ring.advance();
+    };
+    auto load_q = [&](FwdWork const& work) {
+      ptx::mbarrier_wait(&s.q_empty[q_ring.slot], q_ring.phase ^ 1);
+      s.works[q_ring.slot] = work;
+      uint64_t* const full = &s.q_full[q_ring.slot];
+      if (work.num_steps > 0) {
+        ptx::mbarrier_arrive_expect(full, kQBytes);
+#pragma unroll
+        for (int c = 0; c < kD / 64; ++c) {
+          ptx::tma_load_3d(s.q[q_ring.slot] + c * kM * 128, &maps.q, full, c * 64, work.row0, work.head);
+        }
+      } else {
+        ptx::mbarrier_arrive(full);
+      }
+      q_ring.advance();
+    };
+
+    while (true) {
+      ptx::mbarrier_wait(&s.batch_full[ring.slot], ring.phase);
+      FwdBatch const& batch = s.batches[ring.slot];
+      FwdWork const work = batch.work;
+      if (work.num_steps <= 0) load_q(work);
+      if (work.num_steps < 0) break;
+      if (batch.is_first) is_first_step = true, kv_head = work.head / group;
+      for (int j = 0; j < batch.num_jobs; ++j) {
+        auto const job = batch.jobs[j];
+        for (int col0 = job.begin; col0 < job.end; col0 += kN) {
+          ptx::mbarrier_wait(&s.k_empty[k_ring.slot], k_ring.phase ^ 1);
+          int const b = job.job_class == plan::kMany ? job.b + col0 - job.begin : job.b;
+          s.steps[k_ring.slot] = FwdStep{col0, min(kN, job.end - col0), job.job_class, job.a, b, job.q0, job.q1, 0};
+          uint64_t* const full = &s.k_full[k_ring.slot];
+          ptx::mbarrier_arrive_expect(full, kKBytes);
+#pragma unroll
+          for (int c = 0; c < kD / 64; ++c) {
+            ptx::tma_load_3d(s.k[k_ring.slot] + c * kN * 128, &maps.k, full, c * 64, col0, kv_head);
+          }
+          k_ring.advance();
+          if (is_first_step) {
+            load_q(work);
+            is_first_step = false;
+          } else {
+            load_v();
+          }
+          previous_col0 = col0;
+        }
+      }
+      bool const is_last = batch.is_last;
+      ptx::mbarrier_arrive(&s.batch_empty[ring.slot]);
+      ring.advance();
+      if (is_last && work.num_steps > 0) load_v();
     }
   }
 
@@ -232,26 +269,34 @@ struct FwdKernel {
     ptx::wgmma_commit();
   }
 
+  // Volatile: hoisting the loads of a whole mask costs registers that the accumulators need.
+  __device__ static __forceinline__ uint32_t load_word(int32_t const* p) {
+    uint32_t x;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+  }
+
   __device__ static __forceinline__ void apply_mask(float (&scores)[kScores], FwdStep const& step, int32_t const* plan,
                                                     int row0, int row_in_tile) {
     int const lane_col = 2 * (threadIdx.x % 4);
-    if (step.job_class == plan::kMany) {
+    if (step.job_class == plan::kMany) {  // bits past the job's keys are zero
+      int const shift = step.b + lane_col;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        int32_t const* const row = plan + step.a + (row_in_tile + 8 * h) * 4;
-        int const shift = step.b + lane_col;
+        int32_t const* const row = plan + step.a + (row_in_tile + 8 * h) * 4 + shift / 32;
+        int const words = 4 - shift / 32;
+        uint32_t low = words > 0 ? load_word(row) : 0;
 #pragma unroll
         for (int w = 0; w < (kN + 31) / 32; ++w) {
-          int const word = shift / 32 + w;
-          uint32_t const low = word < 4 ? row[word] : 0, high = word < 3 ? row[word + 1] : 0;
+          uint32_t const high = w + 1 < words ? load_word(row + w + 1) : 0;
           uint32_t const bits = __funnelshift_r(low, high, shift % 32);
+          low = high;
 #pragma unroll
           for (int c = 32 * w; c < 32 * w + 32 && c < kN; c += 8) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& x = scores[c / 8 * 4 + 2 * h + e];
-              bool const visible = (bits >> (c % 32 + e) & 1) != 0;
-              x = visible && c + e + lane_col < step.num_cols ? x : -INFINITY;
+              x = (bits >> (c % 32 + e) & 1) != 0 ? x : -INFINITY;
             }
           }
         }
@@ -331,21 +376,12 @@ struct FwdKernel {
     for (int i = 0; i < kScores / 2; ++i) probs[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
   }
 
-  // Rows of v past the step's keys belong to others and may hold NaN, and 0 * NaN is NaN: clear them. In a step with
-  // a bit matrix any row may be uncovered, while covered ones are finite by contract: clear what is not.
-  __device__ static __forceinline__ void clean_v(uint8_t* v, int num_cols, bool is_many, int group) {
-    int const thread = threadIdx.x % 128;
-    auto* const words = reinterpret_cast<uint4*>(v);
-    for (int i = thread; i < int(kVBytes / 16); i += 128) {
-      int const row = i / 8 % kN;
-      if (row >= num_cols) {
-        words[i] = uint4{0, 0, 0, 0};
-      } else if (is_many) {
-        uint4 x = words[i];
-        x.x = clear_nonfinite<Element>(x.x), x.y = clear_nonfinite<Element>(x.y);
-        x.z = clear_nonfinite<Element>(x.z), x.w = clear_nonfinite<Element>(x.w);
-        words[i] = x;
-      }
+  // Rows of v past the step's keys belong to others and may hold NaN, and 0 * NaN is NaN: clear them. (Every key inside
+  // a job is covered, so finite by contract.)
+  __device__ static __forceinline__ void clear_tail(uint8_t* v, int num_cols, int group) {
+    for (int i = num_cols * 8 + threadIdx.x % 128; i < kN * 8; i += 128) {
+#pragma unroll
+      for (int c = 0; c < kDv / 64; ++c) reinterpret_cast<uint4*>(v + c * kN * 128)[i] = uint4{0, 0, 0, 0};
     }
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroup + group, 128);
@@ -365,9 +401,8 @@ struct FwdKernel {
     int const row_in_tile = 64 * group + 16 * warp + lane / 4;
     typename T::Score const score(p.softmax_scale, p.softcap);
     float const scale_log2 = score.log2();
-    uint32_t const q_address = ptx::smem_address(s.q) + group * 64 * 128;
     ptx::RingState<T::kStages> k_ring, v_ring;
-    uint32_t q_phase = 0;
+    ptx::RingState<T::kQSlots> q_ring;
     if (group == 1) ptx::named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
 
     auto release = [&](uint64_t* barrier) {
@@ -376,15 +411,17 @@ struct FwdKernel {
     };
 
     while (true) {
-      ptx::mbarrier_wait(&s.q_full, q_phase);
-      q_phase ^= 1;
-      FwdWork const work = s.work;
+      ptx::mbarrier_wait(&s.q_full[q_ring.slot], q_ring.phase);
+      uint64_t* const q_empty = &s.q_empty[q_ring.slot];
+      uint32_t const q_address = ptx::smem_address(s.q[q_ring.slot]) + group * 64 * 128;
+      FwdWork const work = s.works[q_ring.slot];
+      q_ring.advance();
       if (work.num_steps < 0) break;
 
       float out[kOuts];
       Rows rows;
       bool is_dead[2] = {false, false};  // a sink of +inf took the row in an earlier stage
-      bool const continues = (work.flags & plan::kFirst) == 0;
+      bool const continues = (work.flags & plan::kFirst) == 0 && work.split == 0;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         rows.reference[h] = rows.largest[h] = -INFINITY;
@@ -414,11 +451,11 @@ struct FwdKernel {
       }
 
       if (work.num_steps == 0) {
-        release(&s.q_empty);
+        release(q_empty);
       } else {
         float scores[kScores];
         uint32_t probs[kScores / 2];
-        int v_cols;  // keys of the step whose P V comes next; -1 when any of them may be uncovered
+        int v_cols;  // keys of the step whose P V comes next
 
         // Scores of the step in slot k_ring, already multiplied, become probabilities.
         auto finish_scores = [&] {
@@ -429,14 +466,15 @@ struct FwdKernel {
           }
           int const job_class = step.job_class, num_cols = step.num_cols;
           if (job_class != plan::kFull || num_cols < kN) apply_mask(scores, step, p.plan, work.row0, row_in_tile);
-          v_cols = job_class == plan::kMany ? -1 : num_cols;
+          v_cols = num_cols;
           release(&s.k_empty[k_ring.slot]);
           k_ring.advance();
           return softmax(scores, rows, scale_log2);
         };
         auto start_pv = [&] {
           ptx::mbarrier_wait(&s.v_full[v_ring.slot], v_ring.phase);
-          if (v_cols < kN) clean_v(s.v[v_ring.slot], v_cols < 0 ? kN : v_cols, v_cols < 0, group);
+          if (v_cols < kN) clear_tail(s.v[v_ring.slot], v_cols, group);
+          ptx::wgmma_fence();
           issue_pv(out, probs, ptx::smem_address(s.v[v_ring.slot]));
         };
         auto finish_pv = [&] {
@@ -450,7 +488,7 @@ struct FwdKernel {
         issue_qk(scores, q_address, ptx::smem_address(s.k[k_ring.slot]));
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
-        if (work.num_steps == 1) release(&s.q_empty);
+        if (work.num_steps == 1) release(q_empty);
         if (finish_scores()) {
 #pragma unroll
           for (int i = 0; i < kOuts; ++i) out[i] *= rows.rescale[i / 2 % 2];
@@ -470,8 +508,13 @@ struct FwdKernel {
           ptx::named_barrier_arrive(kTurn + (group ^ 1), 256);
           ptx::wgmma_wait<1>();
           ptx::wgmma_pin(scores);
-          if (n == work.num_steps - 1) release(&s.q_empty);
+          if (n == work.num_steps - 1) release(q_empty);
           bool const grew = finish_scores();
+          if constexpr (kDv > 128) {
+            // Never taken. ptxas would otherwise wait for P V before the exponentials; up to head dim 128 that is
+            // better (682 against 630 TFLOP/s), since the other warpgroup's products fill the gap.
+            if (rows.sum[0] + rows.sum[1] < 0.0f) __trap();
+          }
           ptx::wgmma_wait<0>();
           ptx::wgmma_pin(out);
           ptx::wgmma_pin(probs);
@@ -484,14 +527,78 @@ struct FwdKernel {
         }
         ptx::wgmma_pin(out);
         ptx::wgmma_pin(probs);
-        ptx::wgmma_fence();
         start_pv();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(out);
         finish_pv();
       }
-      store(p, work, out, rows, is_dead, score.natural(), row_in_tile);
+      bool is_whole = true;
+      if (work.num_splits > 1) is_whole = merge_splits(s, p, work, out, rows, is_dead, row_in_tile, group);
+      if (is_whole) store(p, work, out, rows, is_dead, score.natural(), row_in_tile);
     }
+  }
+
+  // A part of a split tile leaves its state in the workspace. The last part to arrive gathers all of them in order,
+  // so that results do not depend on who was last, and returns true.
+  __device__ static __forceinline__ bool merge_splits(SharedStorage& s, FwdParams const& p, FwdWork const& work,
+                                                   float (&out)[kOuts], Rows& rows, bool (&is_dead)[2], int row_in_tile,
+                                                   int group) {
+    int const thread = threadIdx.x % 128;
+    int const first = work.split_slot * p.num_heads_q + work.head;  // of num_splits, num_heads_q apart
+    if (first + (work.num_splits - 1) * p.num_heads_q >= p.split_capacity) __trap();  // plan for a larger device
+    constexpr int kWords = kOuts + 8, kSlotWords = kWords * 128 * T::kMultipliers;
+    auto const part = [&](int split) {  // a thread's words, 128 apart
+      return p.split_workspace + (int64_t(first) + int64_t(split) * p.num_heads_q) * kSlotWords + group * kWords * 128 +
+             thread;
+    };
+    float* const mine = part(work.split);
+#pragma unroll
+    for (int i = 0; i < kOuts; ++i) __stcg(mine + i * 128, out[i]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = rows.sum[h];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      __stcg(mine + (kOuts + h) * 128, rows.reference[h]);
+      __stcg(mine + (kOuts + 2 + h) * 128, sum);
+      __stcg(mine + (kOuts + 4 + h) * 128, rows.largest[h]);
+      __stcg(mine + (kOuts + 6 + h) * 128, is_dead[h] ? 1.0f : 0.0f);
+    }
+    __threadfence();
+    ptx::named_barrier_sync(kGroup + group, 128);
+    if (thread == 0) {
+      int const before = atomicAdd(p.split_arrivals + first * T::kMultipliers + group, 1);
+      s.is_last_arriver[group] = before == work.num_splits - 1;
+      __threadfence();
+    }
+    ptx::named_barrier_sync(kGroup + group, 128);
+    if (!s.is_last_arriver[group]) return false;
+    float top[2] = {-INFINITY, -INFINITY};
+    for (int i = 0; i < work.num_splits; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], __ldcg(part(i) + (kOuts + h) * 128));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rows.reference[h] = top[h], rows.sum[h] = 0.0f, rows.largest[h] = -INFINITY;
+      is_dead[h] = __ldcg(part(0) + (kOuts + 6 + h) * 128) != 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kOuts; ++i) out[i] = 0.0f;
+    for (int i = 0; i < work.num_splits; ++i) {
+      float const* const theirs = part(i);
+      float factor[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factor[h] = top[h] == -INFINITY ? 0.0f : exp2_approx(__ldcg(theirs + (kOuts + h) * 128) - top[h]);
+        // store() sums over the four lanes of a row: one of them brings the sum.
+        if (thread % 4 == 0) rows.sum[h] += factor[h] * __ldcg(theirs + (kOuts + 2 + h) * 128);
+        rows.largest[h] = fmaxf(rows.largest[h], __ldcg(theirs + (kOuts + 4 + h) * 128));
+      }
+#pragma unroll
+      for (int j = 0; j < kOuts; ++j) out[j] = fmaf(__ldcg(theirs + j * 128), factor[j / 2 % 2], out[j]);
+    }
+    return true;
   }
 
   __device__ static __forceinline__ void store(FwdParams const& p, FwdWork const& work, float (&out)[kOuts],
@@ -587,8 +694,14 @@ struct FwdKernel {
       ptx::prefetch_tensor_map(&maps.q);
       ptx::prefetch_tensor_map(&maps.k);
       ptx::prefetch_tensor_map(&maps.v);
-      ptx::mbarrier_init(&s.q_full, 1);
-      ptx::mbarrier_init(&s.q_empty, kQWarps);
+      for (int i = 0; i < T::kQSlots; ++i) {
+        ptx::mbarrier_init(&s.q_full[i], 1);
+        ptx::mbarrier_init(&s.q_empty[i], kQWarps);
+      }
+      for (int i = 0; i < kBatches; ++i) {
+        ptx::mbarrier_init(&s.batch_full[i], 1);
+        ptx::mbarrier_init(&s.batch_empty[i], 1);
+      }
       for (int i = 0; i < T::kStages; ++i) {
         ptx::mbarrier_init(&s.k_full[i], 1);
         ptx::mbarrier_init(&s.v_full[i], 1);
@@ -600,7 +713,12 @@ struct FwdKernel {
     __syncthreads();
     if (group == 0) {
       ptx::registers_decrease<T::kLoaderRegisters>();
-      if (threadIdx.x / 32 == 0) load(s, p, maps);
+      int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
+      if (warp == 0) {
+        if (ptx::elect_one()) load(s, p, maps);
+      } else if (warp == 1) {
+        plan_ahead(s, p);
+      }
     } else {
       ptx::registers_increase<T::kMultiplierRegisters>();
       multiply(s, p, group - 1);
