@@ -14,6 +14,7 @@ from torch import Tensor
 from ..common.enum import AttnRole
 from ..runtime.attention import DistAttention, DistAttnRuntime, acc_dtype
 from ..runtime.transport import Dispatch, Roll, Transport, Undispatch
+from ..utils.nvtx import instrument_nvtx
 from .arguments import as_mask, check_role
 from .key import DistAttnRuntimeKey
 
@@ -51,6 +52,7 @@ class DistAttnRuntimeMgr:
         check_role(role)
         return self._transports[role]
 
+    @instrument_nvtx
     def dispatch(self, x: Tensor, pad_value: float = 0.0, role: str = "q") -> Tensor:
         """``(total, ...)`` on every rank to this rank's shard."""
         transport = self.transport(role)
@@ -59,12 +61,14 @@ class DistAttnRuntimeMgr:
             raise ValueError(f"x must have the key's total_seqlen_{role} ({total}) rows, got shape {tuple(x.shape)}")
         return Dispatch.apply(x, transport, float(pad_value))  # type: ignore[no-any-return, no-untyped-call]
 
+    @instrument_nvtx
     def undispatch(self, x: Tensor, is_partial_grad: bool = False, role: str = "q") -> Tensor:
         """This rank's shard to ``(total, ...)`` on every rank."""
         transport = self.transport(role)
         self._check_shard(x, 0, transport)
         return Undispatch.apply(x, transport, is_partial_grad)  # type: ignore[no-any-return, no-untyped-call]
 
+    @instrument_nvtx
     def roll(self, x: Tensor, shift: int, dim: int = 0, role: str = "q", pad_value: float = 0.0) -> Tensor:
         """The shard of the global tensor rolled by ``shift`` tokens along its sequence, which is ``dim`` of ``x``."""
         transport = self.transport(role)
@@ -100,6 +104,7 @@ class DistAttnRuntimeMgr:
         """The same as ``roll``."""
         return self.roll(x, shift, dim)
 
+    @instrument_nvtx
     def calc_attn(
         self,
         q: Tensor,

@@ -6,7 +6,9 @@ What is equal for all ranks of a process (tests run many) is solved once.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,8 @@ from .arguments import GroupLike, as_group, as_mask
 from .key import DistAttnRuntimeKey
 from .manager import DistAttnRuntimeMgr
 from .registry import dist_attn_runtime_dict_mgr
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ def make_key(
     snapshot = env.snapshot()
     config = request.dist_attn_config
     dispatch_config = config.dispatch_config
-    even = not dispatch_config.uneven_shard
+    even = not dispatch_config.uneven_shard and comm.size > 1  # one rank is the plain operator: nothing to even out
     is_shared = is_same_source and mask.total_q == mask.total_k
     is_permutable = is_q_permutable and (is_k_permutable or not is_shared)
     alg = dispatch_config.alg if is_permutable else SequentialDispatchAlg()
@@ -304,10 +308,16 @@ def _key_on(
     )
 
     def make() -> DistAttnRuntimeMgr:
+        start = time.perf_counter()
         plan = _dist_plan(mask, q_placement, k_placement, plan_options(config.overlap_config), snapshot.sanity_check)
         q_transport = Transport(q_placement, comm)
         k_transport = q_transport if k_placement is q_placement else Transport(k_placement, comm)
         runtime = _runtime(key, plan, request.allow_overlap)
+        _logger.info(
+            "rank %d of %d planned %d x %d tokens in %.1f ms: chunks of %d, %d remote stage(s), plan %#018x",
+            rank, comm.size, mask.total_q, mask.total_k, 1e3 * (time.perf_counter() - start), chunk_size,
+            plan.num_stages, plan.digest,
+        )  # fmt: skip
         return DistAttnRuntimeMgr(key, plan, runtime, q_transport, k_transport)
 
     return dist_attn_runtime_dict_mgr.get_or_make(key, make).key
