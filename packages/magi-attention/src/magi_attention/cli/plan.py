@@ -203,7 +203,7 @@ def plan_mask(mask: "Mask", world_size: int, config: "DistAttnConfig") -> Planne
     from ..planning.solve import chunk_size_for, place_by_area, place_contiguously, plan_options
 
     dispatch = config.dispatch_config
-    even = not dispatch.uneven_shard
+    even = not dispatch.uneven_shard and world_size > 1
     chunk_size = chunk_size_for(mask.total_q, world_size, config, env.snapshot().min_chunks_per_rank)
     queries = place_by_area(mask.bands, mask.total_q, world_size, chunk_size, dispatch.alg, even=even)
     keys = queries if mask.total_q == mask.total_k else place_contiguously(mask.total_k, world_size, even=even)

@@ -51,13 +51,13 @@ def is_native_grpcoll_enable() -> bool:
 
 
 def is_fwd_high_precision_reduce_enable() -> bool:
-    """True: partial results are always reduced in float32 (float64 for float64)."""
-    return True
+    """False: no partial out travels; the stages of a rank share a float32 one."""
+    return False
 
 
 def is_bwd_high_precision_reduce_enable() -> bool:
-    """True: partial gradients are always reduced in float32 (float64 for float64)."""
-    return True
+    """False: partial gradients travel in the dtype of k, and are summed in float32."""
+    return False
 
 
 def is_bwd_hide_tail_reduce_enable() -> bool:

@@ -45,7 +45,7 @@ def min_chunks_per_rank() -> int:
 
 
 def dist_attn_runtime_dict_size() -> int:
-    """Plans kept per group; 0 or less keeps none."""
+    """Plans kept per group; 0 or less keeps the newest only."""
     return snapshot().dist_attn_runtime_dict_size
 
 

@@ -53,7 +53,6 @@ def _full(status: Status, *rows: tuple[str, str]) -> tuple[Variable, ...]:
 _PLANS_MERGE = "a plan always groups the slices of a query tile"
 _KERNEL_CHOOSES = "the kernel packs query heads itself"
 _QUERIES_STAY = "queries stay where they are dispatched; only keys and values travel"
-_FP32_PARTIALS = "partial results are always reduced in float32 (float64 for float64)"
 _NO_JIT = "kernels come compiled in the wheels magi-core-sm80, -sm90 and -sm100; nothing is built at run time"
 _NO_BUILD = "the build is scikit-build-core with CMake; pass -C options to pip instead"
 _NO_TRANSPORT = "the transport is torch.distributed's"
@@ -72,7 +71,7 @@ VARIABLES: tuple[Variable, ...] = (
         ("PRECISION", "", "calc_attn computes in bf16, fp16, fp32 or fp64, and returns the dtype of its input"),
         ("DETERMINISTIC_MODE", "0", "bitwise repeatable backward"),
         ("PROFILE_MODE", "0", "name ranges for a profiler (NVTX)"),
-        ("DIST_ATTN_RUNTIME_DICT_SIZE", "1000", "plans kept per group; 0 or less keeps none"),
+        ("DIST_ATTN_RUNTIME_DICT_SIZE", "1000", "plans kept per group; 0 or less keeps the newest only"),
         ("MIN_CHUNKS_PER_RANK", "8", "chunks per rank when no chunk_size is configured"),
         ("FFA_FORWARD_SM_MARGIN", "4", "SMs the forward kernel leaves to communication"),
         ("FFA_BACKWARD_SM_MARGIN", "4", "SMs the backward kernel leaves to communication"),
@@ -93,8 +92,8 @@ VARIABLES: tuple[Variable, ...] = (
         ("CPP_BACKEND", "0", "ranges and plans are always computed by the host library"),
         ("HIERARCHICAL_COMM", "0", "pass a 2-D DeviceMesh (inter-node, intra-node) instead"),
         ("QO_COMM", "0", _QUERIES_STAY),
-        ("FORWARD_HIGH_PRECISION_REDUCE", "0", _FP32_PARTIALS),
-        ("BACKWARD_HIGH_PRECISION_REDUCE", "0", _FP32_PARTIALS),
+        ("FORWARD_HIGH_PRECISION_REDUCE", "0", "no partial out travels; stages share a float32 one"),
+        ("BACKWARD_HIGH_PRECISION_REDUCE", "0", "gradients travel in the dtype of k and are summed in float32"),
         ("NATIVE_GRPCOLL", "0", _NO_TRANSPORT),
         ("WORKSPACE_BASE", "", _NO_JIT),
         ("NO_BUILD_CACHE", "0", _NO_JIT),

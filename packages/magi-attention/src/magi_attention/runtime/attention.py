@@ -13,6 +13,7 @@ arXiv:2307.08691, section 3.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,8 @@ from magi_core.stages import (
     sink_backward,
 )
 from torch import Tensor
+
+from ..utils.nvtx import add_nvtx_event
 
 
 @dataclass(frozen=True)
@@ -144,22 +147,23 @@ def forward(
     for stage in range(len(runtime.remote) + 1):
         plan = runtime.local if stage == 0 else runtime.remote[stage - 1].plan
         keys, values = (k, v) if stage == 0 else fetches.take(stage - 1)
-        attn_fwd_stage(
-            true_out,
-            out_acc,
-            true_lse,
-            max_logits if return_max_logits else None,
-            q,
-            keys,
-            values,
-            plan,
-            sink=sink,
-            sink_layout=layout,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            sm_margin=runtime.fwd_sm_margin,
-            backend=runtime.backend,
-        )
+        with add_nvtx_event(partial("attn_fwd stage {}".format, stage)):
+            attn_fwd_stage(
+                true_out,
+                out_acc,
+                true_lse,
+                max_logits if return_max_logits else None,
+                q,
+                keys,
+                values,
+                plan,
+                sink=sink,
+                sink_layout=layout,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                sm_margin=runtime.fwd_sm_margin,
+                backend=runtime.backend,
+            )
     if return_max_logits and runtime.comm.size > 1:
         runtime.comm.all_reduce(max_logits, op="max").wait()
     return out, lse, max_logits
@@ -217,23 +221,24 @@ def backward(
             plan = runtime.remote[stage - 1].plan
             keys, values = fetches.take(stage - 1)
             stage_dk, stage_dv = torch.empty_like(keys), torch.empty_like(values)
-        attn_bwd_stage(
-            workspace,
-            stage_dk,
-            stage_dv,
-            dout,
-            q,
-            keys,
-            values,
-            lse,
-            delta,
-            plan,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            deterministic=runtime.deterministic,
-            sm_margin=runtime.bwd_sm_margin,
-            backend=runtime.backend,
-        )
+        with add_nvtx_event(partial("attn_bwd stage {}".format, stage)):
+            attn_bwd_stage(
+                workspace,
+                stage_dk,
+                stage_dv,
+                dout,
+                q,
+                keys,
+                values,
+                lse,
+                delta,
+                plan,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                deterministic=runtime.deterministic,
+                sm_margin=runtime.bwd_sm_margin,
+                backend=runtime.backend,
+            )
         if stage > 0 and needs_kv:
             # One return in flight: the one before is added while this one travels, so the order of sums is fixed.
             returns.append(runtime.remote[stage - 1].exchange.reduce((stage_dk, stage_dv), (dk, dv), async_op=True))
