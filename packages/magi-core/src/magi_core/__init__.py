@@ -42,7 +42,7 @@ _HOME = {
     "flex_flash_attn_func": "flex_attn",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

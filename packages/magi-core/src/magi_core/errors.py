@@ -12,7 +12,7 @@ INT32_MAX = 2**31 - 1
 
 
 def checked_int(value: Any, name: str, *, minimum: int | None = None, maximum: int | None = INT32_MAX) -> int:
-    """``value`` as a Python int. TypeError when it is no integer (bool and float included), ValueError out of bounds."""
+    """``value`` as a Python int. TypeError when it is no integer (a bool is none), ValueError out of bounds."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     try:

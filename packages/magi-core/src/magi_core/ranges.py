@@ -256,9 +256,9 @@ class AttnRanges:
         return AttnRanges(self._merged())
 
     def merge_with_split_alignment(self, split_alignment: int = 1) -> AttnRanges:
-        """Rounds starts down and ends up to multiples of ``split_alignment``, then merges."""
+        """Rounds starts down and ends up to multiples of ``split_alignment``, then merges; empty ranges vanish."""
         n = checked_int(split_alignment, "split_alignment", minimum=1)
-        return AttnRanges([(r.start // n * n, -(-r.end // n) * n) for r in self._ranges]).merge()
+        return AttnRanges([(r.start // n * n, -(-r.end // n) * n) for r in self._ranges if not r.is_empty()]).merge()
 
     def chunk(self, chunk_size: int, check: bool = True) -> list[AttnRanges]:
         """Cuts the tokens, in list order, into pieces of exactly ``chunk_size`` (the last may be shorter).
