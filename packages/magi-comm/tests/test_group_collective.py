@@ -304,7 +304,11 @@ def call_reduce(**changes):
         ({"input_lse": torch.ones(3)}, ValueError, "input_lse and output_lse need cast_lse=True"),
         ({"cast_lse": True, "input_lse": torch.ones(3).half()}, TypeError, "input_lse must be float32 or float64"),
         ({"cast_lse": True, "input_lse": torch.ones(2)}, ValueError, "input_lse must have the shape of input without"),
-        ({"group": "world"}, TypeError, "group must be a ProcessGroup, a one-dimensional DeviceMesh, a Communicator"),
+        (
+            {"group": "world"},
+            TypeError,
+            "group must be a ProcessGroup, a DeviceMesh of one or two axes",
+        ),
         ({"split_alignment": 4}, TypeError, "unexpected keyword argument 'split_alignment'"),
     ],
 )

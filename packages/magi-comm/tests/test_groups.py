@@ -64,10 +64,10 @@ def test_one_group_has_one_communicator(one_process):
         (
             "world",
             TypeError,
-            "group must be a ProcessGroup, a one-dimensional DeviceMesh, a Communicator or None",
+            "group must be a ProcessGroup, a DeviceMesh of one or two axes, a Communicator or None",
         ),
         (3, TypeError, "got int"),
-        (lambda: DeviceMesh("cpu", [[0]]), ValueError, "one-dimensional DeviceMesh, got 2 mesh axes"),
+        (lambda: DeviceMesh("cpu", [[[0]]]), ValueError, "a DeviceMesh of one or two mesh axes, got 3"),
         (lambda: dist.GroupMember.NON_GROUP_MEMBER, ValueError, "group must contain the calling process"),
     ],
 )

@@ -2,68 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from magi_comm.range_exchange import RangeExchange
-from magi_comm.testing import RankFailure, ThreadWorld
+from magi_comm.testing import RankFailure, ThreadWorld, Transfers, random_transfers
 
 
-@dataclass
-class Plan:
-    """Transfers of a whole group, as ranges of local rows: ``moves[s][r]`` is what s sends to r, in order."""
-
-    sizes: list[int]
-    moves: list[list[list[tuple[int, int]]]]
-    recv: list[list[tuple[int, int, int]]]  # per rank, rows (src, start, end) of the source's local rows
-
-    @property
-    def world_size(self) -> int:
-        return len(self.sizes)
-
-    def send(self, rank: int) -> list[tuple[int, int, int]]:
-        return [(r, a, b) for r in range(self.world_size) for a, b in self.moves[rank][r]]
+def plans(max_world: int = 5, overlap: bool = False):
+    return st.builds(
+        random_transfers,
+        st.integers(0, 2**32 - 1),
+        st.integers(1, max_world),
+        st.sampled_from([0, 1, 7, 40, 300]),
+        st.sampled_from([0.0, 0.3, 1.0]),
+        overlap=st.just(overlap),
+    )
 
 
-@st.composite
-def plans(draw, max_world: int = 5, overlap: bool = False) -> Plan:
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    n = draw(st.integers(1, max_world))
-    longest = draw(st.sampled_from([0, 1, 7, 40, 300]))
-    density = draw(st.sampled_from([0.0, 0.3, 1.0]))
-    sizes = [int(x) for x in rng.integers(0, longest + 1, n)]
-    moves: list[list[list[tuple[int, int]]]] = [[[] for _ in range(n)] for _ in range(n)]
-    for s in range(n):
-        for r in range(n):
-            if rng.random() >= density:
-                continue
-            cuts = np.sort(rng.integers(0, sizes[s] + 1, 2 * int(rng.integers(0, 6))))
-            ranges = [(int(a), int(b)) for a, b in cuts.reshape(-1, 2)]
-            if overlap:
-                ranges += [ranges[i] for i in rng.integers(0, len(ranges), 2)] if ranges else []
-            moves[s][r] = ranges
-    recv: list[list[tuple[int, int, int]]] = []
-    for r in range(n):
-        queues = {s: list(moves[s][r]) for s in range(n) if moves[s][r]}
-        rows: list[tuple[int, int, int]] = []
-        while queues:  # any interleaving that keeps the order of each source, cut anywhere
-            s = int(rng.choice(list(queues)))
-            a, b = queues[s].pop(0)
-            cut = int(rng.integers(a, b + 1)) if rng.random() < 0.3 else b
-            rows.append((s, a, cut))
-            if cut < b:
-                queues[s].insert(0, (cut, b))
-            elif not queues[s]:
-                del queues[s]
-        recv.append(rows)
-    return Plan(sizes, moves, recv)
-
-
-def exchange_of(comm, plan: Plan) -> RangeExchange:
+def exchange_of(comm, plan: Transfers) -> RangeExchange:
     rank = comm.rank
     return RangeExchange(comm, plan.recv[rank], plan.send(rank), num_local=plan.sizes[rank])
 

@@ -6,6 +6,7 @@ from .groups import Communicator, GroupCommunicator, GroupLike, SingleCommunicat
 from .range_exchange import RangeExchange
 from .range_ops import range_fill_, range_gather, range_reduce
 from .states import merge_states
+from .two_level import TwoLevelCommunicator, TwoLevelExchange, make_exchange
 from .work import ExchangeWork, WorkWithPostProcessFn
 
 __all__ = [
@@ -18,11 +19,14 @@ __all__ = [
     "RangeExchange",
     "SingleCommunicator",
     "Traffic",
+    "TwoLevelCommunicator",
+    "TwoLevelExchange",
     "Work",
     "WorkWithPostProcessFn",
     "as_communicator",
     "group_cast",
     "group_reduce",
+    "make_exchange",
     "merge_states",
     "range_fill_",
     "range_gather",

@@ -328,12 +328,13 @@ def as_communicator(group: GroupLike = None) -> Communicator:
     """The communicator of ``group``; the same object each time for the same group while somebody holds it.
 
     Args:
-        group: a process group, a one-dimensional ``DeviceMesh``, a communicator (returned as it is), or ``None`` for
-            the default process group, and for the group of this one rank where ``torch.distributed`` is not
-            initialised.
+        group: a process group, a one-dimensional ``DeviceMesh``, a two-dimensional one with axes (inter-node,
+            intra-node), a communicator (returned as it is), or ``None`` for the default process group, and for the
+            group of this one rank where ``torch.distributed`` is not initialised. The first call for a
+            two-dimensional mesh that is not the whole world is a collective.
 
     Raises:
-        TypeError: ``group`` is something else. ValueError: the mesh is not one-dimensional, or the calling process is
+        TypeError: ``group`` is something else. ValueError: the mesh has more than two axes, or the calling process is
         no member of the group.
     """
     if group is None:
@@ -341,10 +342,12 @@ def as_communicator(group: GroupLike = None) -> Communicator:
             return _single
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
+        if group.ndim == 2:
+            from .two_level import TwoLevelCommunicator
+
+            return TwoLevelCommunicator.from_mesh(group)
         if group.ndim != 1:
-            raise ValueError(
-                f"group must be a one-dimensional DeviceMesh, got {group.ndim} mesh axes; take one of them"
-            )
+            raise ValueError(f"group must be a DeviceMesh of one or two mesh axes, got {group.ndim}")
         group = group.get_group()
     if isinstance(group, dist.ProcessGroup):
         found = _communicators.get(id(group))
@@ -357,6 +360,6 @@ def as_communicator(group: GroupLike = None) -> Communicator:
     if isinstance(group, Communicator):
         return group
     raise TypeError(
-        "group must be a ProcessGroup, a one-dimensional DeviceMesh, a Communicator or None, "
+        "group must be a ProcessGroup, a DeviceMesh of one or two axes, a Communicator or None, "
         f"got {type(group).__name__}"
     )

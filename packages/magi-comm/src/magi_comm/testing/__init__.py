@@ -2,6 +2,7 @@
 
 from .process_pool import ProcessPool, process_pool
 from .thread_world import RankAborted, RankFailure, ThreadCommunicator, ThreadWorld
+from .transfers import Transfers, random_transfers
 
 __all__ = [
     "ProcessPool",
@@ -9,5 +10,7 @@ __all__ = [
     "RankFailure",
     "ThreadCommunicator",
     "ThreadWorld",
+    "Transfers",
     "process_pool",
+    "random_transfers",
 ]

@@ -34,6 +34,7 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
     "from magi_comm.testing.pool_server import serve; serve()"
 )
+_PRELOADED = ("magi_core", "magi_comm", "magi_attention")
 _GRACE_S = 2.0  # after a failure, how long the other ranks may take to report their own
 
 
@@ -278,5 +279,8 @@ def _reference(fn: Callable[..., Any] | str) -> tuple[str, str, str | None]:
 
 @functools.cache
 def process_pool(size: int = 8) -> ProcessPool:
-    """The pool of this process that all tests share; it ends with the interpreter."""
-    return ProcessPool(size)
+    """The pool of this process that all tests share; it ends with the interpreter.
+
+    Its server imports the packages of this project that are imported here when it is made.
+    """
+    return ProcessPool(size, preload=sorted(name for name in sys.modules if name in _PRELOADED))
