@@ -81,7 +81,12 @@ def test_masks_in_blocks_of_the_default_size(kind):
 def test_dtypes(kind, dtype, softcap, tiny_blocks):
     check(
         AttentionCase(
-            slices_of(kind, 160), 160, 160, num_heads_q=4, num_heads_kv=2, dtype=dtype, softcap=softcap, sink_layout="sh"
+            *(slices_of(kind, 160), 160, 160, 8, 4),
+            head_dim=32,
+            num_sinks=4,
+            dtype=dtype,
+            softcap=softcap,
+            sink_layout="sh",
         )
     )
 
@@ -116,21 +121,49 @@ def test_defaults_of_the_scale():
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "heads"),
     [
-        ([0, 0, 1208, 2048, 2048], [0, 2538, 4280, 5120, 8192], (1, 1)),
         ([0, 0, 1, 1, 2], [0, 0, 3, 3, 8], (9, 3)),
         ([0, 76, 110, 256], [0, 1, 2, 3], (2, 1)),
         ([0, 0], [0, 0], (2, 1)),
         ([0, 0], [0, 9], (2, 1)),
         ([0, 9], [0, 0], (2, 2)),
     ],
-    ids=["zero-length", "zero-length-short", "q-longer-than-k", "nothing", "no-q", "no-k"],
+    ids=["zero-length-short", "q-longer-than-k", "nothing", "no-q", "no-k"],
 )
 @pytest.mark.parametrize("mask_type", [0, 1, 2, 3])
 def test_packed_segments(cu_q, cu_k, heads, mask_type):
-    if cu_q[-1] > 1000 and mask_type > 1:
-        pytest.skip("the large case runs with two types")
     slices = [(a, b, c, d, mask_type) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)]
     check(AttentionCase(slices, cu_q[-1], cu_k[-1], *heads, head_dim=4, sink_layout="sh"))
+
+
+@pytest.mark.parametrize("mask_type", [0, 1])
+def test_zero_length_segments_of_a_long_pack(mask_type):
+    cu_q, cu_k = [0, 0, 1208, 2048, 2048], [0, 2538, 4280, 5120, 8192]
+    case = AttentionCase([], 2048, 8192, 2, 1, head_dim=8, dtype=torch.float32)  # without slices every key is NaN
+    q, k, v, _, dout, dlse = case.tensors()
+    segments = [(slice(a, b), slice(c, d)) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)]
+    with torch.no_grad():
+        for rows, columns in segments[1:3]:
+            k[columns], v[columns] = torch.randn(2, columns.stop - columns.start, 1, 8)
+    with poisoned_empty():
+        q_ranges, k_ranges = torch.tensor(cu_q).unfold(0, 2, 1), torch.tensor(cu_k).unfold(0, 2, 1)
+        out, meta = flex_flash_attn_func(q, k, v, q_ranges, k_ranges, mask_type)
+        torch.autograd.backward([out, meta.lse], [dout, dlse])
+    for rows, columns in segments:
+        sizes = rows.stop - rows.start, columns.stop - columns.start
+        if 0 in sizes:
+            assert (k.grad[columns] == 0).all() and (v.grad[columns] == 0).all()
+            continue
+        leaves = [x.detach().double().requires_grad_() for x in (q[rows], k[columns], v[columns])]
+        exact, lse, _ = reference_attention(*leaves, [(0, sizes[0], 0, sizes[1], mask_type)])
+        torch.autograd.backward([exact, lse], [dout[rows].double(), dlse[rows].double()])
+        for got, expected in (
+            (out[rows], exact),
+            (meta.lse[rows], lse),
+            (q.grad[rows], leaves[0].grad),
+            (k.grad[columns], leaves[1].grad),
+            (v.grad[columns], leaves[2].grad),
+        ):
+            torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 def test_no_slices_at_all():
@@ -202,7 +235,15 @@ def test_softcap_of_a_large_score():
 
 
 def test_large_scores_do_not_overflow():
-    check(AttentionCase(slices_of("causal", 50), 50, 50, softmax_scale=300.0, dtype=torch.float32))
+    case = AttentionCase(slices_of("causal", 50), 50, 50, softmax_scale=300.0, dtype=torch.float32)
+    q, k, v, *_ = case.tensors()
+    out, lse, _ = attend_with(case)(q, k, v, None)
+    exact, exact_lse, _ = reference_attention(q, k, v, case.slices, softmax_scale=300.0)
+    assert exact_lse.abs().max() > 2000
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-3)
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 def test_expanded_and_sliced_gradients():
@@ -220,7 +261,7 @@ def test_expanded_and_sliced_gradients():
         grads.append((q.grad, k.grad, v.grad))
     for other in grads[1:]:
         for a, b in zip(grads[0], other, strict=True):
-            assert torch.equal(a, b, )
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("layout", ["heads-first", "transposed-last", "offset", "fused-qkv", "expanded-heads"])
@@ -232,7 +273,7 @@ def test_memory_layouts(layout, dtype, tiny_blocks):
     if layout == "expanded-heads":
         k, v = (x.detach()[:, :1].expand_as(x).requires_grad_() for x in (k, v))
 
-    def arrange(x):
+    def arrange(x, is_key):
         if layout == "heads-first":
             return x.transpose(0, 1).contiguous().transpose(0, 1)
         if layout == "transposed-last":
@@ -243,12 +284,12 @@ def test_memory_layouts(layout, dtype, tiny_blocks):
             return wide[2:-1, 1:, 3:-2]
         if layout == "fused-qkv":
             return torch.stack([x, x, x], 1)[:, 1]
-        return x[:, :1].contiguous().expand_as(x) if x is not q else x
+        return x[:, :1].contiguous().expand_as(x) if is_key else x
 
     results = []
     for is_arranged in (False, True):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        given = [arrange(x) for x in leaves] if is_arranged else leaves
+        given = [arrange(x, i > 0) for i, x in enumerate(leaves)] if is_arranged else leaves
         out, meta = flex_flash_attn_func(*given, q_ranges, k_ranges, types)
         torch.autograd.backward([out, meta.lse], [dout, meta.lse.detach()])
         results.append((out, meta.lse, leaves[0].grad))

@@ -29,6 +29,7 @@ __all__ = ["backward", "backward_prepare", "compute_dtype", "forward", "new_dq_w
 _LOG2E = math.log2(math.e)
 _BLOCK_ELEMENTS = 1 << 20  # scores of one block: 4 MB in float32
 _MASKS_KEPT = 16
+_PREPARE_ROWS = 2048
 _LARGEST_STRIDE = 1 << 24  # BLAS takes 32-bit strides
 
 
@@ -349,11 +350,16 @@ def backward_prepare(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
     A row with infinite lse has P = 0 (it sees nothing, or a sink of +inf took everything), so its delta is never used;
     0 keeps an unspecified gradient into that lse from becoming NaN.
     """
-    dtype = compute_dtype(out.dtype)
-    delta = torch.einsum("thd,thd->th", dout.to(dtype), out.to(dtype))
-    if dlse is not None:
-        delta = delta - dlse.to(dtype)
-    return torch.where(lse.isfinite(), delta, 0.0).contiguous()
+    delta = torch.empty(lse.shape, dtype=compute_dtype(out.dtype), device=out.device)
+    # Products of float32 are summed in float64: delta is subtracted from dP, and what is left is often small.
+    dtype = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else torch.float64
+    for begin in range(0, out.shape[0], _PREPARE_ROWS):
+        rows = slice(begin, begin + _PREPARE_ROWS)
+        part = torch.mul(dout[rows], out[rows].to(dtype)).sum(2)
+        if dlse is not None:
+            part.sub_(dlse[rows])
+        delta[rows] = torch.where(lse[rows].isfinite(), part, 0.0)
+    return delta
 
 
 def new_dq_workspace(q: Tensor) -> Tensor:
