@@ -54,5 +54,5 @@ def process_pool() -> Iterator[object]:
     """Eight persistent gloo processes, started when a test first asks."""
     from magi_comm.testing import ProcessPool
 
-    with ProcessPool(8, preload=["magi_attention.api", "magi_core.testing"]) as pool:
+    with ProcessPool(8, preload=["magi_attention.api", "magi_core.testing", "torch._dynamo"]) as pool:
         yield pool
