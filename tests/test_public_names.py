@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,27 @@ def test_a_public_name_can_be_imported_and_is_documented(name):
     is_method = inspect.isfunction(found) and "." in found.__qualname__
     if not is_method and (inspect.isfunction(found) or inspect.isclass(found) or inspect.ismodule(found)):
         assert inspect.getdoc(found), f"{name} has no docstring"
+
+
+_CLASHES = """
+import importlib, inspect, pkgutil, sys
+root = importlib.import_module(sys.argv[1])
+packages = [root, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(root.__path__, root.__name__ + ".")
+                    if m.ispkg)]
+for package in packages:
+    for name in {m.name for m in pkgutil.iter_modules(package.__path__)} & set(getattr(package, "__all__", ())):
+        before = inspect.ismodule(getattr(package, name))
+        importlib.import_module(f"{package.__name__}.{name}")
+        if inspect.ismodule(getattr(package, name)) != before:
+            print(f"{package.__name__}.{name}")
+"""
+
+
+@pytest.mark.parametrize("package", ["magi_attention", "magi_core", "magi_comm"])
+def test_importing_a_module_hides_no_name_that_its_package_exports(package):
+    """Importing the submodule ``p.x`` sets ``p.x``: a function of that name, not imported yet, would be gone."""
+    done = subprocess.run([sys.executable, "-c", _CLASHES, package], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_the_list_has_no_name_twice():

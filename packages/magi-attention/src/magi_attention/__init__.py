@@ -19,7 +19,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import init_dist_attn_runtime_key as init_dist_attn_runtime_key
     from .api import init_dist_attn_runtime_mgr as init_dist_attn_runtime_mgr
-    from .explain import explain as explain
+    from .explanation import explain as explain
 
 _SUBPACKAGES = ("api", "comm", "common", "config", "env", "functional", "utils")
 
@@ -27,7 +27,7 @@ __all__ = ["__version__", "explain", "init_dist_attn_runtime_key", "init_dist_at
 
 _get, __dir__ = lazy_names(
     __name__,
-    {"init_dist_attn_runtime_key": ".api", "init_dist_attn_runtime_mgr": ".api", "explain": ".explain"},
+    {"init_dist_attn_runtime_key": ".api", "init_dist_attn_runtime_mgr": ".api", "explain": ".explanation"},
 )
 
 
