@@ -14,6 +14,7 @@ import pipeline_cases as cases
 import pytest
 import torch
 from env_filter import is_nightly
+from magi_comm.two_level import TwoLevelCommunicator
 from magi_core.testing import assert_within_budget
 from pipeline_cases import Case
 from torch import Tensor
@@ -78,6 +79,30 @@ def test_low_precision_stays_within_the_budget(case: Case, thread_world: Any) ->
     same, exact = [cases.same_precision(c) for c in draws], [cases.exact(c) for c in draws]
     for name in got[0]:
         assert_within_budget(*(torch.stack([r[name] for r in results]) for results in (got, same, exact)), name=name)
+
+
+def run_on_nodes(comm: Any, case: Case, node_size: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same on a grid of nodes, where rows cross between nodes once."""
+    node, local = divmod(comm.rank, node_size)
+    inter = [comm.new_group(range(i, comm.size, node_size)) for i in range(node_size)][local]
+    intra = [comm.new_group(range(n * node_size, (n + 1) * node_size)) for n in range(comm.size // node_size)][node]
+    return cases.run_rank(TwoLevelCommunicator(comm, inter, intra), case, tensors)
+
+
+@pytest.mark.parametrize("node_size", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(8, "causal", 1000, "2", "sink"),
+        Case(8, "random_bands", 1000, "auto", "gqa_softcap"),
+        Case(8, "varlen_block_causal", 7, "3", "uneven"),
+        Case(4, "cross", 1000, "0", "small_chunks"),
+    ],
+    ids=str,
+)
+def test_nodes_give_what_one_rank_gives(case: Case, node_size: int, thread_world: Any) -> None:
+    results = thread_world(case.world_size).run(run_on_nodes, case, node_size, cases.tensors_of(case))
+    assert_exact(gathered(results), cases.exact(case))
 
 
 def sample_for_processes() -> list[Case]:

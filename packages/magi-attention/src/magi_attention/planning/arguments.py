@@ -104,18 +104,16 @@ def as_mask(
 def as_group(cp_group_or_mesh: GroupLike) -> Communicator:
     """The communicator of a process group, a device mesh of one or two axes, or a communicator.
 
-    A two-dimensional mesh (inter-node, intra-node) is one group of all its ranks, in the mesh's order.
+    A two-dimensional mesh (inter-node, intra-node) is one group of all its ranks; transfers cross between nodes once.
 
     Raises:
         TypeError: something else. ValueError: a mesh of more axes.
     """
-    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim != 1:
-        if cp_group_or_mesh.ndim > 2:
-            raise ValueError(
-                f"cp_group_or_mesh must be a DeviceMesh of at most 2 axes (inter-node, intra-node), "
-                f"got {cp_group_or_mesh.ndim}"
-            )
-        return as_communicator(cp_group_or_mesh._flatten().get_group())
+    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim > 2:
+        raise ValueError(
+            f"cp_group_or_mesh must be a DeviceMesh of at most 2 axes (inter-node, intra-node), "
+            f"got {cp_group_or_mesh.ndim}"
+        )
     if not isinstance(cp_group_or_mesh, (dist.ProcessGroup, DeviceMesh, Communicator, type(None))):
         raise TypeError(
             f"cp_group_or_mesh must be a ProcessGroup, a DeviceMesh or a Communicator, "

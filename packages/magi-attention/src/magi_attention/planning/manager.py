@@ -223,8 +223,10 @@ def position_device(key: DistAttnRuntimeKey, device: torch.device | str | None) 
     """``device``, or where this group's tensors live: the current GPU for a group that moves GPU tensors, else CPU."""
     if device is not None:
         return torch.device(device)
-    backend = str(getattr(key.cp_group, "backend", ""))
-    if "nccl" in backend and torch.cuda.is_available():
+    group: Any = key.cp_group
+    while not hasattr(group, "backend") and (hasattr(group, "flat") or hasattr(group, "comm")):
+        group = group.flat if hasattr(group, "flat") else group.comm  # two-level and counting wrappers
+    if "nccl" in str(getattr(group, "backend", "")) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from magi_comm.groups import Communicator, GroupCommunicator
+from magi_comm.two_level import TwoLevelCommunicator
 
 from .. import env
 from ..runtime.handles import gone, handles
@@ -32,6 +33,7 @@ class DistAttnRuntimeDict(OrderedDict[DistAttnRuntimeKey, "DistAttnRuntimeMgr"])
 
 def _is_alive(group: Communicator) -> bool:
     """Whether the process group behind a communicator still exists; other communicators live while referenced."""
+    group = group.flat if isinstance(group, TwoLevelCommunicator) else group
     if not isinstance(group, GroupCommunicator):
         return False  # nothing to keep: its plans hang on the object itself
     try:

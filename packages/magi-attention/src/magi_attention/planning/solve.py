@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from magi_comm.groups import Communicator
-from magi_comm.range_exchange import RangeExchange
+from magi_comm.two_level import TwoLevelCommunicator, make_exchange
 from magi_core.bands import Bands
 from magi_core.mask import Mask
 from magi_core.planner import (
@@ -327,13 +327,20 @@ def _runtime(key: DistAttnRuntimeKey, plan: DistPlan, allow_overlap: bool) -> Di
     comm, snapshot = key.cp_group, key.env
     rank_plan = plan.rank_plan(comm.rank)
     stage_plans = build_stage_plans(rank_plan, key.num_heads_q, key.num_heads_kv, allow_overlap=allow_overlap)
+
+    def sends(stage: int) -> list[Any] | None:
+        """Every rank's transfers, which relays between nodes must know: from the plan, so that nobody has to ask."""
+        if not isinstance(comm, TwoLevelCommunicator):
+            return None
+        return [plan.rank_plan(rank).stages[stage].send for rank in range(comm.size)]
+
     remote = tuple(
         RemoteStage(
             plan=stage_plan,
-            exchange=RangeExchange(comm, stage.recv, stage.send, num_local=rank_plan.num_k),
+            exchange=make_exchange(comm, stage.recv, stage.send, num_local=rank_plan.num_k, sends=sends(i)),
             num_keys=stage.num_keys,
         )
-        for stage_plan, stage in zip(stage_plans[1:], rank_plan.stages, strict=True)
+        for i, (stage_plan, stage) in enumerate(zip(stage_plans[1:], rank_plan.stages, strict=True))
     )
     overlaps = bool(remote) and not plan.blocking
     return DistAttnRuntime(
