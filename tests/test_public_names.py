@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -42,25 +43,31 @@ def test_a_public_name_can_be_imported_and_is_documented(name):
         assert inspect.getdoc(found), f"{name} has no docstring"
 
 
-_CLASHES = """
-import importlib, inspect, pkgutil, sys
+_NAMES_OF_MODULES = """
+import importlib, inspect, json, pkgutil, sys
 root = importlib.import_module(sys.argv[1])
 packages = [root, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(root.__path__, root.__name__ + ".")
                     if m.ispkg)]
+kinds = {}
 for package in packages:
     for name in {m.name for m in pkgutil.iter_modules(package.__path__)} & set(getattr(package, "__all__", ())):
-        before = inspect.ismodule(getattr(package, name))
-        importlib.import_module(f"{package.__name__}.{name}")
-        if inspect.ismodule(getattr(package, name)) != before:
-            print(f"{package.__name__}.{name}")
+        if sys.argv[2] == "module first":
+            importlib.import_module(f"{package.__name__}.{name}")
+        kinds[f"{package.__name__}.{name}"] = type(getattr(package, name)).__name__
+print(json.dumps(kinds))
 """
 
 
 @pytest.mark.parametrize("package", ["magi_attention", "magi_core", "magi_comm"])
 def test_importing_a_module_hides_no_name_that_its_package_exports(package):
     """Importing the submodule ``p.x`` sets ``p.x``: a function of that name, not imported yet, would be gone."""
-    done = subprocess.run([sys.executable, "-c", _CLASHES, package], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    kinds = []
+    for order in ("name first", "module first"):
+        command = [sys.executable, "-c", _NAMES_OF_MODULES, package, order]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        kinds.append(json.loads(done.stdout))
+    assert kinds[0] == kinds[1]
 
 
 def test_the_list_has_no_name_twice():
