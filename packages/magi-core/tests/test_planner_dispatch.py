@@ -14,6 +14,7 @@ from magi_core.planner import (
     dispatch_chunks,
     dispatch_lower_bound,
     plan_distributed,
+    suggest_chunk_size,
 )
 
 ALGORITHMS = sorted(set(DISPATCH_ALGORITHMS) - {"backtracking_pruning"})
@@ -296,3 +297,17 @@ def test_balanced_without_a_mask_has_fewer_runs_than_min_heap_or_better_balance(
 def test_balanced_handles_equal_and_empty_chunks():
     assert [c.tolist() for c in dispatch_chunks([7] * 8, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [c.tolist() for c in dispatch_chunks([0] * 4, 2)] == [[0, 1], [2, 3]]
+
+
+def test_chunk_size_follows_the_largest_chunk():
+    assert suggest_chunk_size(causal(65536), 65536, 8) == 1024  # eight a rank: its last chunk is a quarter of the mean
+    assert suggest_chunk_size(causal(65536), 65536, 8, limit=300) == 300
+    lengths = [16384] + [256] * 192
+    size = suggest_chunk_size(documents(lengths), 65536, 8)
+    assert size < 1024
+    areas = chunk_areas(documents(lengths), size, 65536)
+    assert 4 * 8 * areas.max() <= areas.sum() or size in (64, 128)
+    assert [suggest_chunk_size(Bands(), total, world) for total, world in ((0, 3), (7, 8), (1000, 4))] == [1, 1, 32]
+    assert suggest_chunk_size(documents([3, 4]), 7, 2) == 1
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        suggest_chunk_size(Bands(), 8, 2, limit=0)

@@ -78,6 +78,13 @@ ffi::Tensor planner_chunk_areas(ffi::TensorView bands, int64_t chunk_size, int64
   });
 }
 
+int64_t planner_suggest_chunk_size(ffi::TensorView bands, int64_t total_q, int64_t world_size, int64_t limit) {
+  return refused_as_value_error([&] {
+    return suggest_chunk_size(bands_in(bands), int32_of(total_q, "total_q"), int32_of(world_size, "world_size"),
+                              int32_of(limit, "limit"));
+  });
+}
+
 int64_t planner_dispatch_lower_bound(ffi::TensorView areas, int64_t world_size) {
   if (world_size < 1) TVM_FFI_THROW(ValueError) << "world_size must be at least 1, got " << world_size;
   return dispatch_lower_bound(flat<int64_t>(areas, "areas"), int32_of(world_size, "world_size"));
@@ -288,6 +295,7 @@ ffi::Tensor planner_traffic(ffi::TensorView buffer) {
 }  // namespace magi::binding
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(planner_chunk_areas, magi::binding::planner_chunk_areas);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(planner_suggest_chunk_size, magi::binding::planner_suggest_chunk_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(planner_dispatch_lower_bound, magi::binding::planner_dispatch_lower_bound);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(planner_dispatch_chunks, magi::binding::planner_dispatch_chunks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(planner_rows_of_chunks, magi::binding::planner_rows_of_chunks);

@@ -337,6 +337,26 @@ std::vector<int64_t> chunk_areas(std::span<Band const> bands, int32_t chunk_size
   return areas;
 }
 
+int32_t suggest_chunk_size(std::span<Band const> bands, int32_t total_q, int32_t world_size, int32_t limit) {
+  if (world_size < 1) throw std::invalid_argument("world_size must be at least 1, got " + to_string(world_size));
+  if (limit < 1) throw std::invalid_argument("limit must be at least 1, got " + to_string(limit));
+  auto const pieces = [&](int64_t a_rank) {
+    return static_cast<int32_t>((total_q + a_rank * world_size - 1) / (a_rank * world_size));
+  };
+  int32_t size = std::max(1, std::min(limit, pieces(8)));
+  while (size > 64 && size > pieces(64)) {
+    __int128 sum = 0;
+    int64_t largest = 0;
+    for (int64_t const a : chunk_areas(bands, size, total_q)) {
+      sum += a;
+      largest = std::max(largest, a);
+    }
+    if (__int128{4} * largest * world_size <= sum) break;
+    size = (size + 1) / 2;
+  }
+  return size;
+}
+
 int64_t dispatch_lower_bound(std::span<int64_t const> areas, int32_t world_size) {
   __int128 sum = 0;
   for (int64_t const a : areas) sum += a;

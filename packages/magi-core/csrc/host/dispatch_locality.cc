@@ -327,7 +327,8 @@ Wide score_of(Problem const& p, Placement const& x, int64_t cap, DispatchOptions
 // the fewest received tokens among those that bring the pair closest.
 void balance(Problem const& p, Placement& x, int64_t cap, DispatchOptions const& o) {
   int64_t steps = o.node_limit / 4;
-  constexpr size_t kTried = 12;
+  constexpr size_t kTried = 12, kPartners = 40;
+  std::vector<int32_t> lightest;
   struct Option {
     int64_t worse;  // larger load of the two, above the cap
     int32_t a, b;
@@ -340,7 +341,13 @@ void balance(Problem const& p, Placement& x, int64_t cap, DispatchOptions const&
     int64_t const most = load[at(full)];
     if (most <= cap) return;
     options.clear();
-    for (int32_t r = 0; r < p.world; ++r) {
+    lightest.resize(at(p.world));
+    std::iota(lightest.begin(), lightest.end(), 0);
+    size_t const partners = std::min(kPartners, lightest.size());
+    std::partial_sort(lightest.begin(), lightest.begin() + static_cast<std::ptrdiff_t>(partners), lightest.end(),
+                      [&](int32_t a, int32_t b) { return std::tie(load[at(a)], a) < std::tie(load[at(b)], b); });
+    lightest.resize(partners);
+    for (int32_t const r : lightest) {
       if (r == full || load[at(r)] >= most) continue;
       for (int32_t const a : x.chunks(full)) {
         for (int32_t const b : x.chunks(r)) {
@@ -444,7 +451,13 @@ std::vector<int32_t> dispatch_locality(std::span<int64_t const> areas, int32_t w
   Wide const slack = Wide{p.total_area} * (1'000'000 + o.balance_ppm) / (Wide{1'000'000} * world);
   int64_t const cap = std::max(static_cast<int64_t>(std::min<Wide>(slack, std::numeric_limits<int64_t>::max() / 4)),
                                dispatch_lower_bound(areas, world));
-  std::vector<std::vector<int32_t>> layouts{sequential(p), fold(p)};
+  std::vector<std::vector<int32_t>> layouts{fold(p)};
+  // Blocks that are far from balanced would be taken apart by the repair: worth its time only where that is short.
+  auto blocks = sequential(p);
+  std::vector<int64_t> load(at(world), 0);
+  for (size_t c = 0; c < blocks.size(); ++c) load[at(blocks[c])] += areas[c];
+  int64_t const worst = *std::max_element(load.begin(), load.end());
+  if (worst <= cap + cap / 4 || (p.num_chunks <= 256 && worst <= 4 * cap)) layouts.push_back(std::move(blocks));
   if (int64_t{p.num_chunks} * world <= 1 << 16) layouts.push_back(greedy(p, o));
   std::vector<int32_t> best;
   Wide best_score = 0;
@@ -458,7 +471,7 @@ std::vector<int32_t> dispatch_locality(std::span<int64_t const> areas, int32_t w
     }
   }
   Placement x(p, std::move(best));
-  gather(p, x, cap, o.node_limit / 40);
+  gather(p, x, cap, std::min<int64_t>(o.node_limit, 100'000 + int64_t{64} * p.num_chunks));  // about 5 ms
   return x.ranks();
 }
 

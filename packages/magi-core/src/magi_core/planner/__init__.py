@@ -3,6 +3,7 @@
 Replicated and without a collective: every rank calls it with equal arguments and gets equal plans. Decisions are made
 by integer arithmetic in the host library (csrc/host); this package checks arguments and names results. A typical road::
 
+    chunk_size = suggest_chunk_size(bands, total_q, world_size)
     areas = chunk_areas(bands, chunk_size, total_q)
     chunks = dispatch_chunks(areas, world_size, bands=bands, chunk_size=chunk_size, total_q=total_q)
     owners = Owners.from_chunks(chunks, chunk_size, total_q)
@@ -14,7 +15,7 @@ Neither torch nor a device is needed.
 
 from __future__ import annotations
 
-from .dispatch import DISPATCH_ALGORITHMS, chunk_areas, dispatch_chunks, dispatch_lower_bound
+from .dispatch import DISPATCH_ALGORITHMS, chunk_areas, dispatch_chunks, dispatch_lower_bound, suggest_chunk_size
 from .dist_plan import DistPlan, RankPlan, StagePlan, plan_distributed
 from .explain import PlanReport, explain_plan
 from .options import PlanOptions
@@ -37,5 +38,6 @@ __all__ = [
     "dispatch_lower_bound",
     "explain_plan",
     "plan_distributed",
+    "suggest_chunk_size",
     "verify",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import _host
-from ..errors import checked_int
+from ..errors import INT32_MAX, checked_int
 from ._arrays import Int32Array, Int64Array, band_array, frozen, int64_array
 
 #: Name of every algorithm -> code of the host library (csrc/host/dispatch.h). Names are those of the public
@@ -59,6 +59,23 @@ def chunk_areas(mask_or_bands: Any, chunk_size: int, total_q: int) -> Int64Array
             band_array(mask_or_bands),
             checked_int(chunk_size, "chunk_size", minimum=1),
             checked_int(total_q, "total_q", minimum=0),
+        )
+    )
+
+
+def suggest_chunk_size(mask_or_bands: Any, total_q: int, world_size: int, limit: int | None = None) -> int:
+    """Rows of a chunk for this mask and number of ranks.
+
+    ``ceil(total_q / (8 * world_size))``, at most ``limit``, and halved while the largest chunk holds more than a
+    quarter of a rank's mean area, because such chunks cannot be balanced (a long document among short ones); never
+    below 64 rows or 64 chunks a rank for that reason.
+    """
+    return int(
+        _host.lib().planner_suggest_chunk_size(
+            band_array(mask_or_bands),
+            checked_int(total_q, "total_q", minimum=0),
+            checked_int(world_size, "world_size", minimum=1),
+            INT32_MAX if limit is None else checked_int(limit, "limit", minimum=1),
         )
     )
 
