@@ -224,13 +224,35 @@ def _distributed(torch: Any) -> list[Finding]:
 
 def _triton(torch: Any) -> list[Finding]:
     section, name = "what runs", "Triton operators"
-    fix = "pip install 'magi-attention[triton]'"
-    if not _has("magi_triton") or not _has("triton"):
-        lacking = [p for p, m in (("magi-triton", "magi_triton"), ("triton", "triton")) if not _has(m)]
-        return [Finding(section, name, MISSING, f"{' and '.join(lacking)} not installed", fix)]
-    if torch is not None and torch.cuda.is_available():
-        return [Finding(section, name, OK, "CUDA")]
-    return [Finding(section, name, OK, "in the interpreter only (TRITON_INTERPRET=1): there is no CUDA device")]
+    lacking = [p for p, m in (("magi-triton", "magi_triton"), ("triton", "triton")) if not _has(m)]
+    if lacking:
+        detail = f"{' and '.join(lacking)} not installed"
+        return [Finding(section, name, MISSING, detail, "pip install 'magi-attention[triton]'")]
+    if torch is None:
+        return [Finding(section, name, MISSING, "torch cannot be imported", "pip install torch")]
+    package = import_module("magi_triton")
+    supported = {operator: package.supports(operator) for operator in package.operators()}
+    why_not = next((support.reason for support in supported.values() if not support), "")
+    runs = [operator for operator, support in supported.items() if support]
+    if not runs:
+        return [Finding(section, name, MISSING, why_not or "this release has none")]
+    return [Finding(section, name, OK, ", ".join(runs))]
+
+
+def _extensions() -> list[Finding]:
+    section, name = "what runs", "FlashAttention with sink"
+    if not _has("magi_attn_extensions"):
+        fix = "pip install 'magi-attention[extensions]'"
+        return [Finding(section, name, MISSING, "magi-extensions not installed", fix)]
+    providers = import_module("magi_attn_extensions.providers").PROVIDERS
+    found = []
+    for provider in providers.values():
+        where = f"{name} ({provider.name})"
+        if provider.installed():
+            found.append(Finding(section, where, OK, provider.module))
+        else:
+            found.append(Finding(section, where, MISSING, f"{provider.module} not installed", provider.install))
+    return found
 
 
 def _variables() -> list[Finding]:
@@ -270,6 +292,7 @@ def collect() -> list[Finding]:
         probe("what runs", "attention", lambda: _attention(torch, host))
         probe("what runs", "several ranks", lambda: _distributed(torch))
         probe("what runs", "Triton operators", lambda: _triton(torch))
+        probe("what runs", "FlashAttention with sink", _extensions)
         probe("environment", "variables", _variables)
     return found
 
