@@ -95,7 +95,9 @@ def test_dtypes(kind, dtype, softcap, tiny_blocks):
 @pytest.mark.parametrize("num_heads_kv", [1, 3])
 def test_group_ratios(group, num_heads_kv, tiny_blocks):
     slices = [(0, 30, 0, 50, 1), (30, 61, 20, 45, 2), (30, 50, 45, 90, 3)]
-    check(AttentionCase(slices, 61, 90, group * num_heads_kv, num_heads_kv, head_dim=8, head_dim_v=5, sink_layout="ssh"))
+    check(
+        AttentionCase(slices, 61, 90, group * num_heads_kv, num_heads_kv, head_dim=8, head_dim_v=5, sink_layout="ssh")
+    )
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 31, 60, 72, 96, 100, 256])
@@ -320,8 +322,7 @@ def test_gradients_of_some_inputs(wanted):
 
     def grads(needed):
         leaves = [
-            x.detach().clone().requires_grad_(name in needed)
-            for name, x in zip(names, case.tensors(), strict=False)
+            x.detach().clone().requires_grad_(name in needed) for name, x in zip(names, case.tensors(), strict=False)
         ]
         out, meta = flex_flash_attn_func(*leaves[:3], q_ranges, k_ranges, types, sink=leaves[3])
         assert out.requires_grad == bool(needed)

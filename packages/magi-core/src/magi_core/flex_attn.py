@@ -20,6 +20,7 @@ from .backends.reference import compute_dtype
 from .backends.select import select_backend
 from .checks import check_bool, check_hints, check_qkv, check_score_options, check_sink
 from .errors import checked_int
+from .index_attn import IndexMask, check_indices, index_backward, index_forward
 from .mask_type import AttnMaskType
 from .plan import FlexPlan
 from .plan_cache import DevicePlan, plan_from_buffer, plan_from_device_ranges, plan_from_ranges
@@ -27,7 +28,7 @@ from .plan_cache import DevicePlan, plan_from_buffer, plan_from_device_ranges, p
 if TYPE_CHECKING:
     from .ranges import AttnRanges
 
-    Plan = FlexPlan | DevicePlan
+    Plan = FlexPlan | DevicePlan | IndexMask
 
 __all__ = ["AttnForwardMeta", "flex_flash_attn_func"]
 
@@ -74,6 +75,15 @@ def run_forward(
     """``(out, lse, max_logits)`` of the one-stage case."""
     out, lse, max_logits = empty_outputs(q, v, options.return_max_logits)
     max_logits.fill_(-torch.inf)
+    if isinstance(plan, IndexMask):
+        index_forward(
+            *(out, lse, max_logits if options.return_max_logits else None, q, k, v, plan),
+            sink=sink,
+            sink_layout=options.sink_layout,
+            softmax_scale=options.softmax_scale,
+            softcap=options.softcap,
+        )
+        return out, lse, max_logits
     stages.attn_fwd_stage(
         *(out, None, lse, max_logits if options.return_max_logits else None, q, k, v, plan),
         sink=sink,
@@ -108,7 +118,12 @@ def run_backward(
     dq = dk = dv = dsink = None
     if sink is not None and needs_sink:
         dsink = stages.sink_backward_from_delta(delta, lse, sink, options.sink_layout)
-    if needs_qkv:
+    if needs_qkv and isinstance(plan, IndexMask):
+        dq, dk, dv = index_backward(
+            *(dout, q, k, v, lse, delta, plan), softmax_scale=options.softmax_scale, softcap=options.softcap
+        )
+    elif needs_qkv:
+        assert not isinstance(plan, IndexMask)
         dq_acc = stages.new_dq_workspace(q, backend=backend)
         dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -319,6 +334,8 @@ def flex_flash_attn_func(
         backend or "",
     )
     check_bool(allow_overlap, "allow_overlap")
+    for name, size in (("q_block_size", q_block_size), ("k_block_size", k_block_size)):
+        checked_int(size, name, minimum=1)
     if sink is not None:
         check_sink(sink, sink_layout, q.shape[0], q.shape[1], q.device)
     elif sink_layout not in ("sh", "ssh"):
@@ -340,7 +357,20 @@ def flex_flash_attn_func(
             f"got {'; '.join(given) if given else 'none'}"
         )
     if index_attn_indices is not None:
-        raise NotImplementedError("index_attn_indices")
+        if attn_type_map is not None:
+            raise ValueError("attn_type_map must be None when index_attn_indices is given")
+        if select_backend(backend, q.device, q.dtype) is not None:
+            raise NotImplementedError(
+                'index_attn_indices has no compiled kernel; pass backend="reference" for the blockwise torch backend'
+            )
+        indices = check_indices(index_attn_indices, q, k, q_block_size, k_block_size)
+        if torch.compiler.is_compiling():
+            from . import ops
+
+            out, lse, max_logits = ops.index_attn(q, k, v, indices, sink, options)
+        else:
+            out, lse, max_logits = _FlexAttn.apply(q, k, v, sink, IndexMask(indices), options)
+        return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
     if plan is None and (q_ranges is None or k_ranges is None):
         missing = "q_ranges" if q_ranges is None else "k_ranges"
         raise ValueError(f"q_ranges and k_ranges must be given together, got {missing}=None")

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from . import stages
 from .flex_attn import DOUBLE_BACKWARD, Options, empty_outputs, host_plan, run_backward, run_forward
+from .index_attn import IndexMask
 from .plan_cache import plan_from_buffer
 from .schemas import NAMESPACE, SCHEMAS
 
-__all__ = ["flex_attn"]
+__all__ = ["flex_attn", "index_attn"]
 
 for _name, _schema in SCHEMAS.items():
     torch.library.define(f"{NAMESPACE}::{_name}", _schema)
@@ -141,6 +142,100 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
 
 
 torch.library.register_autograd(f"{NAMESPACE}::flex_attn_bwd", _refuse_double_backward)
+
+
+def index_attn(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sink: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call ``magi_core::index_attn_fwd``: ``(out, lse, max_logits)``."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.magi_core.index_attn_fwd(
+        *(q, k, v, indices, sink, options.sink_layout, options.softmax_scale, options.softcap),
+        options.return_max_logits,
+    )
+    return result
+
+
+@torch.library.impl(f"{NAMESPACE}::index_attn_fwd", "default")
+def _index_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    sink_layout: str,
+    softmax_scale: float,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = Options(sink_layout, softmax_scale, softcap, return_max_logits, True, 0, "reference")
+    return run_forward(q, k, v, sink, IndexMask(indices), options)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::index_attn_fwd")
+def _index_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_outputs(q, v, return_max_logits=rest[5])
+
+
+def _index_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, indices, sink, *ctx.score = inputs[:8]
+    out, lse, max_logits = output
+    ctx.save_for_backward(q, k, v, indices, sink, out, lse)
+    ctx.mark_non_differentiable(max_logits)
+    ctx.set_materialize_grads(False)
+
+
+def _index_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 9
+    q, k, v, indices, sink, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsink = torch.ops.magi_core.index_attn_bwd(*(dout, dlse, q, k, v, out, lse, indices, sink, *ctx.score))
+    return dq, dk, dv, None, None if sink is None else dsink, *(None,) * 4
+
+
+torch.library.register_autograd(f"{NAMESPACE}::index_attn_fwd", _index_backward, setup_context=_index_setup)
+
+
+@torch.library.impl(f"{NAMESPACE}::index_attn_bwd", "default")
+def _index_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    sink_layout: str,
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = Options(sink_layout, softmax_scale, softcap, False, True, 0, "reference")
+    dq, dk, dv, dsink = run_backward(dout, dlse, q, k, v, sink, out, lse, IndexMask(indices), options)
+    assert dq is not None and dk is not None and dv is not None
+    return dq, dk, dv, lse.new_empty(0) if dsink is None else dsink
+
+
+@torch.library.register_fake(f"{NAMESPACE}::index_attn_bwd")
+def _index_bwd_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+torch.library.register_autograd(f"{NAMESPACE}::index_attn_bwd", _refuse_double_backward)
 
 
 @torch.library.impl(f"{NAMESPACE}::flex_attn_fwd_stage", "default")

@@ -19,6 +19,11 @@ SCHEMAS = {
     "flex_attn_bwd": f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, "
     f"{_SCORE}, bool allow_overlap, bool deterministic, int sm_margin, str backend) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    # Attention over listed keys: indices (total_q, max_topk) int32, ended by -1; k and v have one head.
+    "index_attn_fwd": f"(Tensor q, Tensor k, Tensor v, Tensor indices, {_SCORE}, bool return_max_logits) "
+    "-> (Tensor out, Tensor lse, Tensor max_logits)",
+    "index_attn_bwd": "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"Tensor indices, {_SCORE}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     # One stage of a distributed attention. Tiles flagged `first` read no state, tiles flagged `last` write `out`;
     # `out_acc` (float32, or the input dtype when that is float64) carries tiles that span stages.
     "flex_attn_fwd_stage": "(Tensor(a!) out, Tensor(b!) out_acc, Tensor(c!) lse, Tensor(d!)? max_logits, Tensor q, "

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..sink import lse_of_sink, merge
 from .schedule import FIRST, LAST, Job, Schedule, Tile
 
-__all__ = ["backward", "backward_prepare", "compute_dtype", "forward", "new_dq_workspace"]
+__all__ = ["backward", "backward_prepare", "compute_dtype", "finish_tile", "forward", "new_dq_workspace"]
 
 _LOG2E = math.log2(math.e)
 _BLOCK_ELEMENTS = 1 << 20  # scores of one block: 4 MB in float32
@@ -249,10 +249,10 @@ def forward(
                     )
                     tile_out[:, heads.kv, heads.group] = acc.permute(2, 0, 1, 3)
                     tile_lse[:, heads.kv, heads.group] = block_lse.squeeze(3).permute(2, 0, 1)
-        _finish(tile, tile_out.flatten(1, 2), tile_lse.flatten(1, 2), out, out_acc, lse, lse_sink)
+        finish_tile(tile, tile_out.flatten(1, 2), tile_lse.flatten(1, 2), out, out_acc, lse, lse_sink)
 
 
-def _finish(
+def finish_tile(
     tile: Tile,
     tile_out: Tensor,
     tile_lse: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,11 +131,13 @@ def check_attention(case: AttentionCase, attend: Attend, *, has_max_logits: bool
                 exact[name],
                 rtol=1e-10 if got[name].dtype == torch.float64 else 1e-6,  # dsink is float32
                 atol=1e-10 if got[name].dtype == torch.float64 else 1e-6,
-                msg=lambda text, name=name: f"{name}: {text}",
+                msg=partial("{}: {}".format, name),
             )
         return
     baseline = _results(
-        case, lambda q, k, v, sink: same_precision_attention(q, k, v, case.slices, sink=sink, **options), as_double=False
+        case,
+        lambda q, k, v, sink: same_precision_attention(q, k, v, case.slices, sink=sink, **options),
+        as_double=False,
     )
     if case.sink_layout is not None:
         # Every kernel that saves only out and lse computes dsink from the rounded out: so does its baseline.
