@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +147,15 @@ def test_a_wrong_argument_is_reported_by_its_rank_while_the_others_wait(pool):
     assert "in refused_locally" in e.value.details
 
 
+def is_running(process: int) -> bool:
+    """Whether it exists and is no zombie (an orphan's exit may wait for the init process to notice)."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def die(comm):
     if comm.rank == 1:
         os._exit(7)
@@ -174,9 +185,35 @@ def test_a_small_pool_survives_death_and_delay():
             pool.run(sleep_long, timeout_s=0.5)
         assert "in sleep_long" in caught.value.details
         third = pool.run(pid, world_size=1)
-    for process in {p for p, _, _ in (*first, *second, *third)}:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+    assert not any(is_running(p) for p, _, _ in (*first, *second, *third))
+
+
+def nested(comm):
+    return ProcessPool(2).run(pid)
+
+
+def spin(comm):
+    while True:
+        pass
+
+
+def test_a_rank_cannot_start_a_pool(pool):
+    with pytest.raises(RankFailure, match="a process of a pool cannot run a pool"):
+        pool.run(nested, world_size=1)
+
+
+def test_ranks_end_with_their_server_whatever_they_do():
+    with ProcessPool(2) as pool:
+        pids = [p for p, _, _ in pool.run(pid)]
+        server = pool._server
+        assert server is not None
+        for connection in pool._ranks:
+            connection.send_bytes(pickle.dumps((2, spin.__module__, "spin", __file__, pickle.dumps(((), {})))))
+        server._process.kill()
+        deadline = time.monotonic() + 20
+        while any(is_running(p) for p in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_functions_are_found_by_name_and_refused_when_they_have_none(pool):

@@ -1,5 +1,6 @@
 """Group collectives over ``torch.distributed``: cast ranges of rows to any set of ranks, and reduce them back."""
 
+from ._version import __version__
 from .counting import CountingCommunicator, Traffic
 from .group_collective import GroupReduceOp, group_cast, group_reduce
 from .groups import Communicator, GroupCommunicator, GroupLike, SingleCommunicator, Work, as_communicator
@@ -23,6 +24,7 @@ __all__ = [
     "TwoLevelExchange",
     "Work",
     "WorkWithPostProcessFn",
+    "__version__",
     "as_communicator",
     "group_cast",
     "group_reduce",

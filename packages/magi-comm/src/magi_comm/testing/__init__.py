@@ -1,7 +1,7 @@
 """Worlds for tests: ranks as threads (`ThreadWorld`) and as persistent gloo processes (`ProcessPool`)."""
 
-from .process_pool import ProcessPool, process_pool
-from .thread_world import RankAborted, RankFailure, ThreadCommunicator, ThreadWorld
+from .processes import ProcessPool, process_pool
+from .threads import RankAborted, RankFailure, ThreadCommunicator, ThreadWorld
 from .transfers import Transfers, random_transfers
 
 __all__ = [

@@ -10,9 +10,11 @@ import importlib.util
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..groups import as_communicator
+from . import processes
 
 __all__ = ["serve"]
 
@@ -32,16 +35,20 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole process group
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     pids: list[int] = []
+    folder: str | None = None
+    alive, here = os.pipe()  # the server alone keeps the second end open: its end is the ranks' end
     while line := sys.stdin.readline():
         command = json.loads(line)
         if "preload" in command:
+            folder = command["folder"]
             for name in command["preload"]:
                 importlib.import_module(name)
         if "fork" in command:
             for rank in range(command["fork"]):
                 pid = os.fork()
                 if pid == 0:
-                    _rank_main(rank, command)
+                    os.close(here)
+                    _rank_main(rank, command, alive)
                 pids.append(pid)
         if "stacks" in command:
             for rank in command["stacks"]:
@@ -50,6 +57,8 @@ def serve() -> None:
         if "kill" in command:
             _end(pids)
     _end(pids)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(pids: list[int]) -> None:
@@ -62,14 +71,22 @@ def _end(pids: list[int]) -> None:
     pids.clear()
 
 
-def _rank_main(rank: int, command: dict[str, Any]) -> None:
+def _end_with_server(alive: int) -> None:
+    """Wait for the end of the server, however it comes, and end this process."""
+    os.read(alive, 1)
+    os._exit(1)
+
+
+def _rank_main(rank: int, command: dict[str, Any], alive: int) -> None:
     """A rank, from fork to exit; never returns."""
     status = 1
     try:
+        threading.Thread(target=_end_with_server, args=(alive,), daemon=True).start()
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)  # the commands are the server's
         faulthandler.register(signal.SIGUSR1, file=open(f"{command['prefix']}.stack{rank}", "w"))  # noqa: SIM115
         torch.set_num_threads(1)
+        processes._is_rank = True
         client = socket.socket(socket.AF_UNIX)
         client.connect(f"{command['prefix']}.sock")
         connection = Connection(client.detach())

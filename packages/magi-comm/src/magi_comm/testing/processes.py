@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .thread_world import RankFailure
+from .threads import RankFailure
 
 __all__ = ["ProcessPool", "process_pool"]
 
@@ -34,6 +34,7 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
     "from magi_comm.testing.pool_server import serve; serve()"
 )
+_is_rank = False  # set in the processes of a pool
 _PRELOADED = ("magi_core", "magi_comm", "magi_attention")
 _GRACE_S = 2.0  # after a failure, how long the other ranks may take to report their own
 
@@ -116,6 +117,11 @@ class ProcessPool:
         if world_size not in self.world_sizes:
             raise ValueError(f"world_size must be one of {self.world_sizes}, got {world_size!r}")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        if _is_rank:
+            raise RuntimeError(
+                "a process of a pool cannot run a pool; a script that does so at its top level needs "
+                'if __name__ == "__main__":'
+            )
         task = pickle.dumps((world_size, *_reference(fn), pickle.dumps((args, kwargs))))
         with self._lock:
             if not self._ranks:
@@ -187,7 +193,7 @@ class _Server:
         self._process = subprocess.Popen([sys.executable, "-c", _BOOTSTRAP], stdin=subprocess.PIPE, text=True)
         self._generation = 0
         self._command(["" if p == "" else os.path.abspath(p) for p in sys.path])
-        self._command({"preload": preload})
+        self._command({"preload": preload, "folder": str(self._folder)})
 
     def _command(self, value: Any) -> None:
         assert self._process.stdin is not None
