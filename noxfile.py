@@ -110,7 +110,7 @@ def environment(session: nox.Session, *groups: str, at: Path = SHARED) -> str:
         pins = [] if TORCH == "system" else ["-c", str(CONSTRAINTS)]
         with timed(session, f"install {group}"):
             options = torch_options() if group == "torch" else []
-            session.run(str(python), "-m", "pip", "install", "-q", *pins, *options, "-r", str(file))
+            session.run(str(python), "-m", "pip", "install", "-q", "--no-compile", *pins, *options, "-r", str(file))
         stamp.write_text(key)
     return str(python)
 
