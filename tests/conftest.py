@@ -22,8 +22,12 @@ settings.register_profile("nightly", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "nightly" if env_filter.is_nightly() else "default"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what ``MAGI_ATTENTION_TEST_<DIMENSION>`` does not choose."""
+    """Mark what starts processes; deselect what ``MAGI_ATTENTION_TEST_<DIMENSION>`` does not choose."""
+    for item in items:
+        if "process_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.distributed)
     chosen = env_filter.filters()
     if not chosen:
         return

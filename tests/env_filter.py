@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 PREFIX = "MAGI_ATTENTION_TEST_"
-NOT_DIMENSIONS = {"PROFILE"}
+NOT_DIMENSIONS = {"NIGHTLY"}
 """Variables of the prefix that choose something else than values."""
 
 
@@ -66,13 +66,13 @@ def is_chosen(params: Mapping[str, Any], chosen: Mapping[str, list[str]]) -> boo
 
 
 def is_nightly(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the full products are asked for instead of the covering sets: ``MAGI_ATTENTION_TEST_PROFILE=nightly``.
+    """Whether the full products are asked for instead of the covering sets: ``MAGI_ATTENTION_TEST_NIGHTLY=1``.
 
     Raises:
-        ValueError: another profile than default and nightly.
+        ValueError: neither 0 nor 1.
     """
     environ = os.environ if environ is None else environ
-    profile = environ.get(PREFIX + "PROFILE", "default").lower()
-    if profile not in ("default", "nightly"):
-        raise ValueError(f"{PREFIX}PROFILE must be default or nightly, got {profile!r}")
-    return profile == "nightly"
+    value = environ.get(PREFIX + "NIGHTLY", "").strip() or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{PREFIX}NIGHTLY must be 0 or 1, got {value!r}")
+    return value == "1"

@@ -1,4 +1,4 @@
-"""``torch.compile(fullgraph=True)`` over the distributed calls: a new mask of the same local lengths compiles nothing."""
+"""``torch.compile(fullgraph=True)`` over the distributed calls: new masks of the same local lengths compile nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def keys_of_masks(comm: Any, number: int, total: int) -> list[api.DistAttnRuntim
     keys = []
     for i in range(number):
         cut = 1 + i * (total - 2) // number
-        keys.append(api.magi_attn_varlen_key([0, cut, total], [0, cut, total], HEADS, KV_HEADS, DIM, 0, comm, causal=True))
+        keys.append(
+            api.magi_attn_varlen_key([0, cut, total], [0, cut, total], HEADS, KV_HEADS, DIM, 0, comm, causal=True)
+        )
     assert len(set(keys)) == number
     return keys
 

@@ -40,13 +40,13 @@ def test_patterns_are_comma_separated_and_dimensions_combine() -> None:
     assert is_chosen({"head_dim": 64}, chosen)  # no such dimension: not touched
     assert not is_chosen({"world_size": 8, "case": case}, chosen)
     assert is_chosen({"case": case}, {"CASE": ["varlen_full-7-w4-*"]})
-    assert not filters({"MAGI_ATTENTION_TEST_PROFILE": "nightly", "MAGI_ATTENTION_TEST_DTYPE": " "})
+    assert not filters({"MAGI_ATTENTION_TEST_NIGHTLY": "1", "MAGI_ATTENTION_TEST_DTYPE": " "})
 
 
-def test_profiles_are_default_and_nightly() -> None:
-    assert not is_nightly({}) and is_nightly({"MAGI_ATTENTION_TEST_PROFILE": "Nightly"})
-    with pytest.raises(ValueError, match="MAGI_ATTENTION_TEST_PROFILE must be default or nightly, got 'weekly'"):
-        is_nightly({"MAGI_ATTENTION_TEST_PROFILE": "weekly"})
+def test_nightly_is_asked_for_by_one_variable() -> None:
+    assert not is_nightly({}) and is_nightly({"MAGI_ATTENTION_TEST_NIGHTLY": "1"})
+    with pytest.raises(ValueError, match="MAGI_ATTENTION_TEST_NIGHTLY must be 0 or 1, got 'weekly'"):
+        is_nightly({"MAGI_ATTENTION_TEST_NIGHTLY": "weekly"})
 
 
 def test_the_covering_set_lets_every_two_values_meet() -> None:
@@ -63,7 +63,14 @@ def test_the_covering_set_lets_every_two_values_meet() -> None:
 def test_pytest_runs_only_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAGI_ATTENTION_TEST_WORLD_SIZE", "2,4")
     monkeypatch.setenv("MAGI_ATTENTION_TEST_OVERLAP", "auto")
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(Path(__file__).with_name("test_pipeline.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        str(Path(__file__).with_name("test_pipeline.py")),
+    ]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ids = [line for line in listed.splitlines() if "::" in line]
     assert ids and all(("-w2-" in i or "-w4-" in i) and "-oauto-" in i for i in ids), listed

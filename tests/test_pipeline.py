@@ -72,8 +72,8 @@ def test_any_world_gives_what_one_rank_gives(case: Case, thread_world: Any) -> N
 
 @pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
 def test_low_precision_stays_within_the_budget(case: Case, thread_world: Any) -> None:
-    # Over several draws: a sink's gradient has one independent error per head, and a budget made of the largest of a few
-    # is itself a matter of luck.
+    # Over several draws: a sink's gradient has one independent error per head, and a budget made of the largest of a
+    # few is itself a matter of luck.
     draws = [replace(case, seed=seed) for seed in range(4)]
     got = [gathered(thread_world(c.world_size).run(cases.run_rank, c, cases.tensors_of(c))) for c in draws]
     same, exact = [cases.same_precision(c) for c in draws], [cases.exact(c) for c in draws]

@@ -28,9 +28,7 @@ def ranges():
 
 
 def key_of(comm, *, degree=2, dsink_reduce=None, **changes):
-    config = DistAttnConfig(
-        overlap_config=OverlapConfig(degree=degree, min_chunk_size=1), dsink_reduce=dsink_reduce
-    )
+    config = DistAttnConfig(overlap_config=OverlapConfig(degree=degree, min_chunk_size=1), dsink_reduce=dsink_reduce)
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, **changes}
     return api.magi_attn_flex_key(
         *ranges(), TOTAL, TOTAL, sizes["heads"], sizes["kv_heads"], sizes["dim"], 0, comm, config
@@ -313,11 +311,23 @@ def test_xattn_arguments_are_the_mask_in_local_query_order() -> None:
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(TOTAL, HEADS)}, ValueError, r"q must have 3 dims .*, got shape \(60, 6\)"),
-        ({"q": torch.zeros(9, HEADS, DIM)}, ValueError, r"q must have the key's 60 local tokens and 6 heads .*\(9, 6, 8\)"),
-        ({"k": torch.zeros(TOTAL, 3, DIM)}, ValueError, r"k must have the key's 60 local tokens and 2 heads .*\(60, 3, 8\)"),
+        (
+            {"q": torch.zeros(9, HEADS, DIM)},
+            ValueError,
+            r"q must have the key's 60 local tokens and 6 heads .*\(9, 6, 8\)",
+        ),
+        (
+            {"k": torch.zeros(TOTAL, 3, DIM)},
+            ValueError,
+            r"k must have the key's 60 local tokens and 2 heads .*\(60, 3, 8\)",
+        ),
         ({"v": torch.zeros(TOTAL, 1, DIM)}, ValueError, r"v must have the key's 60 local tokens and 2 heads"),
         ({"k": torch.zeros(TOTAL, 2, 4)}, ValueError, r"k must have the key's head_dim 8, got 4"),
-        ({"v": torch.zeros(TOTAL, 2, DIM).double()}, TypeError, r"v must have the dtype of q \(torch.float32\), got torch.float64"),
+        (
+            {"v": torch.zeros(TOTAL, 2, DIM).double()},
+            TypeError,
+            r"v must have the dtype of q \(torch.float32\), got torch.float64",
+        ),
         ({"sink": torch.zeros(2, 3)}, ValueError, r"sink must be \(s_sink, 6\), .* got shape \(2, 3\)"),
         ({"sink": torch.zeros(0, HEADS)}, ValueError, r"sink must be .* with s_sink at least 1, got shape \(0, 6\)"),
         ({"sink": torch.zeros(2, HEADS).half()}, TypeError, r"sink must be float32 .*, got torch.float16"),

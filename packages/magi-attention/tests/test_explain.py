@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_plan_on_every_rank() -> None:
 
 def test_text_has_a_row_per_rank_the_links_and_the_picture() -> None:
     def rank(comm):
-        key, told = explained(comm, height=10, width=10)
+        _, told = explained(comm, height=10, width=10)
         text = str(told)
         assert "3 ranks, 50 queries x 50 keys, 2 remote stage(s)" in text
         assert "shards of queries are padded by" in text and "KiB from\\to" in text

@@ -274,8 +274,16 @@ def test_a_manager_of_plans_may_have_its_own_size(group) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": [(0, 17), (8, 16)]}, ValueError, r"q_ranges\[0\] must be within \[0, 16\) with start <= end, got \[0, 17\)"),
-        ({"k": [(0, 8), (-1, 16)]}, ValueError, r"k_ranges\[1\] must be within \[0, 16\) with start <= end, got \[-1, 16\)"),
+        (
+            {"q": [(0, 17), (8, 16)]},
+            ValueError,
+            r"q_ranges\[0\] must be within \[0, 16\) with start <= end, got \[0, 17\)",
+        ),
+        (
+            {"k": [(0, 8), (-1, 16)]},
+            ValueError,
+            r"k_ranges\[1\] must be within \[0, 16\) with start <= end, got \[-1, 16\)",
+        ),
         ({"q": np.array([(8, 0), (8, 16)])}, ValueError, r"q_ranges\[0\] must be within .*, got \[8, 0\)"),
         ({"q": [(0, 8)]}, ValueError, r"q_ranges and k_ranges must have the same length, got 1 and 2"),
         ({"q": [(0, 8, 1)]}, ValueError, r"q_ranges must have shape"),
@@ -313,7 +321,9 @@ def test_wrong_arguments_are_refused(group, change, error, message) -> None:
 def test_unknown_keywords_and_groups_are_refused(group) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         key_of(group, colour=1)
-    with pytest.raises(TypeError, match="cp_group_or_mesh must be a ProcessGroup, a DeviceMesh or a Communicator, got int"):
+    with pytest.raises(
+        TypeError, match="cp_group_or_mesh must be a ProcessGroup, a DeviceMesh or a Communicator, got int"
+    ):
         key_of(5)
     mask = Mask.from_slices([(0, 8)], [(0, 8)], [0], total_q=8, total_k=8)
     with pytest.raises(ValueError, match="k_ranges and attn_mask_type must be None when q_ranges is a Mask"):

@@ -28,7 +28,16 @@ def forget_plans():
 
 PLACES = pytest.mark.parametrize(
     ("world", "total", "uneven"),
-    [(1, 9, False), (2, 16, False), (2, 17, True), (3, 7, False), (3, 100, True), (5, 3, False), (5, 3, True), (2, 0, False)],
+    [
+        (1, 9, False),
+        (2, 16, False),
+        (2, 17, True),
+        (3, 7, False),
+        (3, 100, True),
+        (5, 3, False),
+        (5, 3, True),
+        (2, 0, False),
+    ],
 )
 
 
@@ -166,10 +175,10 @@ def test_keys_of_cross_attention_have_a_placement_of_their_own() -> None:
         key = key_of(comm, 40, 11)
         assert torch.equal(api.undispatch(api.dispatch(x, key), key), x)
         assert torch.equal(api.undispatch(api.dispatch(y, key, role="k"), key, role="k"), y)
-        assert torch.equal(api.roll(api.dispatch(y, key, role="k"), 3, 0, key, role="k"), api.dispatch(y.roll(3), key, role="k"))
         assert torch.equal(
-            api.get_position_ids(key, role="k"), api.dispatch(y, key, role="k", pad_value=10)
+            api.roll(api.dispatch(y, key, role="k"), 3, 0, key, role="k"), api.dispatch(y.roll(3), key, role="k")
         )
+        assert torch.equal(api.get_position_ids(key, role="k"), api.dispatch(y, key, role="k", pad_value=10))
         manager = api.dist_attn_runtime_dict_mgr.get(key)
         assert torch.equal(manager.get_position_ids(AttnRole.VALUE), api.get_position_ids(key, role="k"))
         assert torch.equal(manager.dispatch_kv(y), api.dispatch(y, key, role="k"))
@@ -195,11 +204,31 @@ def test_wrong_tensors_are_refused() -> None:
         key = key_of(comm, 7, 5)
         for call, error, message in (
             (lambda: api.dispatch(torch.zeros(8), key), ValueError, r"x must have the key's total_seqlen_q \(7\) rows"),
-            (lambda: api.dispatch(torch.zeros(7), key, role="k"), ValueError, r"total_seqlen_k \(5\) rows, got shape \(7,\)"),
-            (lambda: api.dispatch(torch.zeros(7), key, role="v"), ValueError, r"role must be 'q' .* or 'k' .*, got 'v'"),
-            (lambda: api.undispatch(torch.zeros(9), key), ValueError, r"x must have this rank's \d local tokens along dim 0"),
-            (lambda: api.roll(torch.zeros(2, 9), 1, 1, key), ValueError, r"local tokens along dim 1, got shape \(2, 9\)"),
-            (lambda: api.roll(torch.zeros(9), 1, 1, key), ValueError, r"dim must be a dim of x, within \[-1, 1\), got 1"),
+            (
+                lambda: api.dispatch(torch.zeros(7), key, role="k"),
+                ValueError,
+                r"total_seqlen_k \(5\) rows, got shape \(7,\)",
+            ),
+            (
+                lambda: api.dispatch(torch.zeros(7), key, role="v"),
+                ValueError,
+                r"role must be 'q' .* or 'k' .*, got 'v'",
+            ),
+            (
+                lambda: api.undispatch(torch.zeros(9), key),
+                ValueError,
+                r"x must have this rank's \d local tokens along dim 0",
+            ),
+            (
+                lambda: api.roll(torch.zeros(2, 9), 1, 1, key),
+                ValueError,
+                r"local tokens along dim 1, got shape \(2, 9\)",
+            ),
+            (
+                lambda: api.roll(torch.zeros(9), 1, 1, key),
+                ValueError,
+                r"dim must be a dim of x, within \[-1, 1\), got 1",
+            ),
             (lambda: api.get_position_ids(key, role="x"), ValueError, r"role must be"),
             (lambda: api.dispatch(torch.zeros(7), "key"), TypeError, r"key must be a DistAttnRuntimeKey, got str"),
         ):

@@ -98,7 +98,7 @@ def apply_padding(
 def infer_varlen_mask_from_batch(
     batch_size: int, seq_len: int, device: str | torch.device = "cuda"
 ) -> tuple[Tensor, Tensor]:
-    """``cu_seqlens_q, cu_seqlens_k`` of a batch of equal sequences: int32 ``[0, s, 2s, ...]``, the same tensor twice."""
+    """``cu_seqlens_q, cu_seqlens_k`` of equal sequences: int32 ``[0, s, 2s, ...]``, the same tensor twice."""
     if batch_size < 0 or seq_len < 0:
         raise ValueError(f"batch_size and seq_len must not be negative, got {batch_size} and {seq_len}")
     cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_len
@@ -182,7 +182,8 @@ def infer_attn_mask_from_cu_seqlens(
             raise ValueError(f"{name} must start at 0 and never fall, got {cu}")
     if len(cu_q) != len(cu_k):
         raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must describe the same number of documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
+            f"cu_seqlens_q and cu_seqlens_k must describe the same number of documents, "
+            f"got {len(cu_q) - 1} and {len(cu_k) - 1}"
         )
     window = (int(window_size[0]), int(window_size[1]))
     has_window = window != (-1, -1)

@@ -84,8 +84,8 @@ def magi_attn_flex_key(
     """Plan a mask of slices over the ranks of a group.
 
     Args:
-        q_ranges, k_ranges: half-open ranges of the slices, global tokens: ``AttnRanges``, an ``(N, 2)`` integer array or
-            tensor, or pairs. A ``Mask`` as ``q_ranges`` names all slices; the next two are then None.
+        q_ranges, k_ranges: half-open ranges of the slices, global tokens: ``AttnRanges``, an ``(N, 2)`` integer array
+            or tensor, or pairs. A ``Mask`` as ``q_ranges`` names all slices; the next two are then None.
         attn_mask_type: one type for all slices or one per slice; ``AttnMaskType``, its string or its integer.
         total_seqlen_q, total_seqlen_k: tokens, any numbers: there is no divisibility rule.
         num_heads_q, num_heads_kv, head_dim: sizes of q, k; the values' head dim is free.
@@ -427,9 +427,7 @@ def calc_attn(
     return manager.calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
 
 
-def get_position_ids(
-    key: DistAttnRuntimeKey, *, role: str = "q", device: torch.device | str | None = None
-) -> Tensor:
+def get_position_ids(key: DistAttnRuntimeKey, *, role: str = "q", device: torch.device | str | None = None) -> Tensor:
     """Global position of every local token, int64 ``(local tokens,)``; padding repeats the last token's.
 
     Args:
@@ -442,9 +440,7 @@ def get_position_ids(
         shard_len = key.shard_q if role == "q" else key.shard_k
         return _OPS.position_ids(key.handle, role, shard_len, position_device(key, device))  # type: ignore[no-any-return]
     check_role(role)
-    return dist_attn_runtime_dict_mgr.get(key).get_position_ids(
-        AttnRole.QUERY if role == "q" else AttnRole.KEY, device
-    )
+    return dist_attn_runtime_dict_mgr.get(key).get_position_ids(AttnRole.QUERY if role == "q" else AttnRole.KEY, device)
 
 
 def get_most_recent_key(cp_group: GroupLike) -> DistAttnRuntimeKey:

@@ -59,14 +59,14 @@ class DistAttnRuntimeMgr:
         total = transport.placement.total
         if x.dim() == 0 or x.shape[0] != total:
             raise ValueError(f"x must have the key's total_seqlen_{role} ({total}) rows, got shape {tuple(x.shape)}")
-        return Dispatch.apply(x, transport, float(pad_value))  # type: ignore[no-any-return, no-untyped-call]
+        return Dispatch.apply(x, transport, float(pad_value))  # type: ignore[no-any-return]
 
     @instrument_nvtx
     def undispatch(self, x: Tensor, is_partial_grad: bool = False, role: str = "q") -> Tensor:
         """This rank's shard to ``(total, ...)`` on every rank."""
         transport = self.transport(role)
         self._check_shard(x, 0, transport)
-        return Undispatch.apply(x, transport, is_partial_grad)  # type: ignore[no-any-return, no-untyped-call]
+        return Undispatch.apply(x, transport, is_partial_grad)  # type: ignore[no-any-return]
 
     @instrument_nvtx
     def roll(self, x: Tensor, shift: int, dim: int = 0, role: str = "q", pad_value: float = 0.0) -> Tensor:
@@ -75,13 +75,14 @@ class DistAttnRuntimeMgr:
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"dim must be a dim of x, within [{-x.dim()}, {x.dim()}), got {dim}")
         self._check_shard(x, dim, transport)
-        return Roll.apply(x, transport, int(shift), dim, float(pad_value))  # type: ignore[no-any-return, no-untyped-call]
+        return Roll.apply(x, transport, int(shift), dim, float(pad_value))  # type: ignore[no-any-return]
 
     @staticmethod
     def _check_shard(x: Tensor, dim: int, transport: Transport) -> None:
         if x.dim() == 0 or x.shape[dim] != transport.shard_len:
             raise ValueError(
-                f"x must have this rank's {transport.shard_len} local tokens along dim {dim}, got shape {tuple(x.shape)}"
+                f"x must have this rank's {transport.shard_len} local tokens along dim {dim}, "
+                f"got shape {tuple(x.shape)}"
             )
 
     def dispatch_qo(self, x: Tensor, pad_value: float = 0.0) -> Tensor:
@@ -121,7 +122,7 @@ class DistAttnRuntimeMgr:
         in_dtype = q.dtype
         q, k, v = in_precision(self.key, q, k, v)
         sink = sink_in_precision(sink, q)
-        out, lse, max_logits = DistAttention.apply(  # type: ignore[no-untyped-call]
+        out, lse, max_logits = DistAttention.apply(
             q, k, v, sink, self.runtime, scale, float(softcap), bool(return_max_logits)
         )
         return out.to(in_dtype), AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
@@ -149,7 +150,8 @@ class DistAttnRuntimeMgr:
         if total_k is None:
             total_k = max((int(pair[1]) for pair in _pairs(ref_xattn_k_ranges)), default=0)
         mask = as_mask(ref_xattn_q_ranges, ref_xattn_k_ranges, attn_mask_type, transport.placement.total, total_k)
-        q_ranges, k_ranges, codes, start = AttnRanges(), AttnRanges(), [], 0
+        codes: list[int] = []
+        q_ranges, k_ranges, start = AttnRanges(), AttnRanges(), 0
         for begin, end in transport.placement.ranges[self.key.cp_rank].tolist():
             part: Bands = mask.bands.clip(q=(begin, end)).shift(start - begin, 0)
             start += end - begin
@@ -183,7 +185,8 @@ def check_attention_arguments(
             raise ValueError(f"{name} must have 3 dims (local tokens, heads, head_dim), got shape {tuple(x.shape)}")
         if x.shape[0] != rows or x.shape[1] != heads:
             raise ValueError(
-                f"{name} must have the key's {rows} local tokens and {heads} heads on this rank, got shape {tuple(x.shape)}"
+                f"{name} must have the key's {rows} local tokens and {heads} heads on this rank, "
+                f"got shape {tuple(x.shape)}"
             )
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")

@@ -1,8 +1,8 @@
 """Distributed attention over stages: compute what is here while the next keys travel.
 
-Forward: stage 0 is the local keys; stage ``s`` computes while the keys of stage ``s + 1`` are in flight. A query tile's
+Forward: stage 0 is the local keys; stage ``s`` computes while the keys of stage ``s + 1`` are in flight. A tile's
 state (accumulated out and lse) passes from stage to stage, and the last stage that touches a tile writes it; no pass
-merges anything afterwards. Backward: the same walk with keys fetched again (nothing remote is kept); each remote stage's
+merges anything afterwards. Backward: the same walk with keys fetched again (nothing remote is kept); a remote stage's
 dK and dV go back to their owners while the next stage computes, and are added there in the order of stages and ranks.
 Queries, out and their gradients never travel.
 

@@ -2,7 +2,7 @@
 
 An operator receives the plan as a handle, a 0-d int64 CPU tensor: a value to the compiler, so that a new mask of the
 same local lengths runs the graph that is there. Lengths that depend on the plan come as integers beside it, and fake
-kernels need nothing else. Eager calls do not come here: an ``autograd.Function`` costs a fifth of a registered operator.
+kernels need nothing else. Eager calls do not come here: an ``autograd.Function`` costs a fifth of an operator.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _calc_attn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     ctx.softmax_scale, ctx.softcap = softmax_scale, softcap
 
 
-def _calc_attn_backward(ctx: Any, dout: Tensor, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _calc_attn_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, sink, handle = ctx.saved_tensors
     needs_q, needs_k, needs_v, needs_sink = ctx.needs_input_grad[:4]
     if dout is None:

@@ -109,7 +109,11 @@ class TokenPlacement:
 
     def rank_order(self) -> np.ndarray:
         """Global ids of rank 0's tokens, then rank 1's, …: int64 ``(total,)``."""
-        return np.concatenate([self.tokens(r) for r in range(self.world_size)]) if self.world_size else np.zeros(0, np.int64)
+        return (
+            np.concatenate([self.tokens(r) for r in range(self.world_size)])
+            if self.world_size
+            else np.zeros(0, np.int64)
+        )
 
     def gathered_index(self, stride: int) -> np.ndarray:
         """Where each global token lies when every rank's shard starts at ``rank * stride``: int64 ``(total,)``."""
@@ -120,7 +124,7 @@ class TokenPlacement:
         return index
 
     def _overlap(self, wanted: np.ndarray, owned: np.ndarray, owned_local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Common tokens of ``wanted`` rows (begin, end, local) and a rank's ranges: (local row wanted, local row owned).
+        """Common tokens of ``wanted`` rows (begin, end, local) and a rank's ranges: (row wanted, row owned), both local.
 
         ``wanted`` is ascending and disjoint; so is the result, by global token.
         """
