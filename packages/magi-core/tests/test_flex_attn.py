@@ -144,7 +144,7 @@ def test_zero_length_segments_of_a_long_pack(mask_type):
     q, k, v, _, dout, dlse = case.tensors()
     segments = [(slice(a, b), slice(c, d)) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)]
     with torch.no_grad():
-        for rows, columns in segments[1:3]:
+        for _, columns in segments[1:3]:
             k[columns], v[columns] = torch.randn(2, columns.stop - columns.start, 1, 8)
     with poisoned_empty():
         q_ranges, k_ranges = torch.tensor(cu_q).unfold(0, 2, 1), torch.tensor(cu_k).unfold(0, 2, 1)
