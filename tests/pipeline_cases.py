@@ -227,7 +227,9 @@ def _differentiate(case: Case, attend: Any, dtype: torch.dtype | None) -> dict[s
     tensors = given if dtype is None else {name: x.to(dtype) for name, x in given.items()}
     leaves = {name: tensors[name].requires_grad_() for name in ("q", "k", "v", "sink") if name in tensors}
     out, lse, max_logits = attend(leaves)
-    outputs, gradients = ((out, lse), (tensors["dout"], tensors["dlse"])) if case.has_dlse else ((out,), (tensors["dout"],))
+    outputs, gradients = (
+        ((out, lse), (tensors["dout"], tensors["dlse"])) if case.has_dlse else ((out,), (tensors["dout"],))
+    )
     grads = torch.autograd.grad(outputs, list(leaves.values()), gradients)
     result = {"out": out, "lse": lse, **{f"d{name}": g for name, g in zip(leaves, grads, strict=True)}}
     if case.variant == "gqa_softcap":
@@ -240,9 +242,7 @@ def _exact(case: Case) -> dict[str, Tensor]:
     if case.total <= 1000:
 
         def attend(x: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-            return reference_attention(
-                x["q"], x["k"], x["v"], case.slices, softcap=case.softcap, sink=x.get("sink")
-            )
+            return reference_attention(x["q"], x["k"], x["v"], case.slices, softcap=case.softcap, sink=x.get("sink"))
     else:
 
         def attend(x: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,13 @@ from pipeline_cases import Case
 CASES = [
     Case(w, mask, 300, overlap, variant)
     for w, mask, overlap, variant in (
-        [(w, m, o, v) for w in (2, 4, 8) for m in cases.MASKS for o in cases.OVERLAPS for v in ("plain", "small_chunks")]
+        [
+            (w, m, o, v)
+            for w in (2, 4, 8)
+            for m in cases.MASKS
+            for o in cases.OVERLAPS
+            for v in ("plain", "small_chunks")
+        ]
         if is_nightly()
         else [
             (2, "causal", "1", "plain"),
