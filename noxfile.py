@@ -49,11 +49,12 @@ DEFAULT_MARKS = "not gpu and not nightly"
 
 def wheel_table() -> dict[str, dict[str, object]]:
     """`ci/wheels.toml`."""
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:  # Python 3.10; nox itself brings tomli there
-        import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
-    return tomllib.loads((ROOT / "ci" / "wheels.toml").read_text())
+    else:  # nox itself brings it there
+        import tomli as tomllib
+    table: dict[str, dict[str, object]] = tomllib.loads((ROOT / "ci" / "wheels.toml").read_text())
+    return table
 
 
 @contextmanager
