@@ -311,3 +311,22 @@ def test_chunk_size_follows_the_largest_chunk():
     assert suggest_chunk_size(documents([3, 4]), 7, 2) == 1
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         suggest_chunk_size(Bands(), 8, 2, limit=0)
+
+
+def test_absurd_sizes_are_refused_not_tried():
+    total = 2**31 - 1
+    with pytest.raises(ValueError, match="chunk_size must give at most 16777216 chunks, got 1 for 2147483647 rows"):
+        chunk_areas(causal(total), 1, total)
+    for world_size in (65537, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"world_size must be at least 1 and at most 65536, got {world_size}"):
+            dispatch_chunks([1, 2], world_size)
+        with pytest.raises(ValueError, match=f"world_size must be at least 1 and at most 65536, got {world_size}"):
+            suggest_chunk_size(causal(8), 8, world_size)
+
+
+def test_many_chunks_are_dealt_without_a_search():
+    """Four million chunks: a layout only, in well under the time any search would take."""
+    areas = np.arange(1 << 22)
+    chunks = dispatch_chunks(areas, 2)
+    assert [len(c) for c in chunks] == [1 << 21, 1 << 21]
+    assert max(loads(chunks, areas)) * 2 <= 1.001 * areas.sum()

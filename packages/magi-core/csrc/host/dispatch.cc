@@ -27,6 +27,15 @@ uint64_t next_random(uint64_t& state) {
   return z ^ (z >> 31);
 }
 
+constexpr int32_t kMaxChunks = 1 << 24;
+
+void check_world_size(int32_t world_size) {
+  if (world_size < 1 || world_size > kMaxWorldSize) {
+    throw std::invalid_argument("world_size must be at least 1 and at most " + to_string(kMaxWorldSize) + ", got " +
+                                to_string(world_size));
+  }
+}
+
 std::vector<int32_t> largest_first(std::span<int64_t const> areas) {
   std::vector<int32_t> order(areas.size());
   std::iota(order.begin(), order.end(), 0);
@@ -321,6 +330,10 @@ std::vector<int32_t> sorted_sequential(std::span<int64_t const> areas, int32_t w
 std::vector<int64_t> chunk_areas(std::span<Band const> bands, int32_t chunk_size, int32_t total_q) {
   if (chunk_size < 1) throw std::invalid_argument("chunk_size must be at least 1, got " + to_string(chunk_size));
   if (total_q < 0) throw std::invalid_argument("total_q must not be negative, got " + to_string(total_q));
+  if (total_q / chunk_size >= kMaxChunks) {
+    throw std::invalid_argument("chunk_size must give at most " + to_string(kMaxChunks) + " chunks, got " +
+                                to_string(chunk_size) + " for " + to_string(total_q) + " rows");
+  }
   std::vector<int64_t> areas(at(total_q / chunk_size + (total_q % chunk_size != 0)), 0);
   for (Band const& band : bands) {
     if (is_empty(band)) continue;
@@ -338,7 +351,7 @@ std::vector<int64_t> chunk_areas(std::span<Band const> bands, int32_t chunk_size
 }
 
 int32_t suggest_chunk_size(std::span<Band const> bands, int32_t total_q, int32_t world_size, int32_t limit) {
-  if (world_size < 1) throw std::invalid_argument("world_size must be at least 1, got " + to_string(world_size));
+  check_world_size(world_size);
   if (limit < 1) throw std::invalid_argument("limit must be at least 1, got " + to_string(limit));
   auto const pieces = [&](int64_t a_rank) {
     return static_cast<int32_t>((total_q + a_rank * world_size - 1) / (a_rank * world_size));
@@ -372,8 +385,11 @@ int64_t dispatch_lower_bound(std::span<int64_t const> areas, int32_t world_size)
 
 std::vector<int32_t> dispatch_chunks(std::span<int64_t const> areas, int32_t world_size, std::span<Band const> bands,
                                      int32_t chunk_size, int32_t total_q, DispatchOptions const& o) {
-  if (world_size < 1) throw std::invalid_argument("world_size must be at least 1, got " + to_string(world_size));
-  if (areas.size() > at(std::numeric_limits<int32_t>::max())) throw std::invalid_argument("areas: too many chunks");
+  check_world_size(world_size);
+  if (areas.size() > at(kMaxChunks)) {
+    throw std::invalid_argument("areas must have at most " + to_string(kMaxChunks) + " chunks, got " +
+                                to_string(areas.size()));
+  }
   __int128 sum = 0;
   for (int64_t const a : areas) {
     if (a < 0) throw std::invalid_argument("areas must not be negative, got " + to_string(a));

@@ -368,6 +368,7 @@ void balance(Problem const& p, Placement& x, int64_t cap, DispatchOptions const&
       auto const [worse, a, b] = options[i];
       int32_t const ra = x.ranks()[at(a)], rb = x.ranks()[at(b)];
       int64_t const before = x.received()[at(ra)] + x.received()[at(rb)];
+      steps -= 8 * (p.reach_size[at(a)] + p.reach_size[at(b)]);
       x.swap(a, b);
       int64_t const more = x.received()[at(ra)] + x.received()[at(rb)] - before;
       x.swap(a, b);
@@ -452,6 +453,10 @@ std::vector<int32_t> dispatch_locality(std::span<int64_t const> areas, int32_t w
   int64_t const cap = std::max(static_cast<int64_t>(std::min<Wide>(slack, std::numeric_limits<int64_t>::max() / 4)),
                                dispatch_lower_bound(areas, world));
   std::vector<std::vector<int32_t>> layouts{fold(p)};
+  // Beyond this, knowing who sees what costs more than placing better would save.
+  constexpr int64_t kMaxCells = int64_t{1} << 26;
+  int64_t const seen = std::accumulate(p.reach_size.begin(), p.reach_size.end(), int64_t{0});
+  if (p.num_chunks > 1 << 15 || seen > kMaxCells || int64_t{p.num_chunks} * world > kMaxCells) return std::move(layouts[0]);
   // Blocks that are far from balanced would be taken apart by the repair: worth its time only where that is short.
   auto blocks = sequential(p);
   std::vector<int64_t> load(at(world), 0);

@@ -23,7 +23,10 @@ size_t Owners::position_of(int32_t token) const {
 Owners make_owners(int32_t world_size, int32_t total, std::span<OwnerRow const> rows, char const* what) {
   using std::to_string;
   std::string const name = what;
-  if (world_size < 1) throw std::invalid_argument(name + ": world_size must be at least 1, got " + to_string(world_size));
+  if (world_size < 1 || world_size > kMaxWorldSize) {
+    throw std::invalid_argument(name + ": world_size must be at least 1 and at most " + to_string(kMaxWorldSize) + ", got " +
+                                to_string(world_size));
+  }
   if (total < 0) throw std::invalid_argument(name + ": total must not be negative, got " + to_string(total));
   Owners owners;
   owners.world_size = world_size;

@@ -8,6 +8,9 @@
 
 namespace magi {
 
+// Tables of ranks are dense; more ranks than this are a mistake, not a machine.
+inline constexpr int32_t kMaxWorldSize = 1 << 16;
+
 // One row of the flat form that crosses the boundary: rank holds global tokens [begin, end).
 struct OwnerRow {
   int32_t rank, begin, end;
