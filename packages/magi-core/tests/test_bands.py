@@ -207,6 +207,7 @@ def test_immutable():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: Bands([[-1, 1, 0, 2, 0, 0]]), ValueError, "row 0 and column 0 or later, got q0 -1"),
         (lambda: Bands([[0, 1, 2]]), ValueError, r"data must have shape \(n, 6\)"),
         (lambda: Bands(np.zeros((1, 6))), TypeError, "data must hold integers"),
         (lambda: Bands([[0, 1, 0, 2**31, 0, 0]]), ValueError, "fit int32"),

@@ -28,8 +28,8 @@ template <class T>
 tvm::ffi::Tensor array_of(T const* data, std::initializer_list<int64_t> shape) {
   int64_t count = 1;
   for (int64_t const n : shape) count *= n;
-  auto tensor = tvm::ffi::Tensor::FromNDAlloc(HostAlloc(), tvm::ffi::ShapeView(shape), dtype_of<T>(),
-                                              DLDevice{kDLCPU, 0});
+  auto tensor =
+      tvm::ffi::Tensor::FromNDAlloc(HostAlloc(), tvm::ffi::ShapeView(shape), dtype_of<T>(), DLDevice{kDLCPU, 0});
   if (count > 0) std::memcpy(tensor.data_ptr(), data, static_cast<size_t>(count) * sizeof(T));
   return tensor;
 }
@@ -44,8 +44,8 @@ template <class T>
 T* checked_array(tvm::ffi::TensorView array, int ndim, char const* name) {
   DLDataType const want = dtype_of<T>(), got = array.dtype();
   if (got.code != want.code || got.bits != want.bits || got.lanes != 1) {
-    TVM_FFI_THROW(TypeError) << name << " must be int" << int{want.bits} << ", got a dtype of code "
-                             << int{got.code} << " with " << int{got.bits} << " bits";
+    TVM_FFI_THROW(TypeError) << name << " must be int" << int{want.bits} << ", got a dtype of code " << int{got.code}
+                             << " with " << int{got.bits} << " bits";
   }
   if (array.device().device_type != kDLCPU) TVM_FFI_THROW(ValueError) << name << " must be on the CPU";
   if (array.ndim() != ndim) {

@@ -34,6 +34,10 @@ ffi::Tensor to_array(std::vector<Band> const& bands) {
 ffi::Tensor bands_shrink(ffi::TensorView bands) {
   std::vector<Band> out;
   for (Band const& b : bands_of(bands)) {
+    if (b.q0 < 0 || b.k0 < 0) {  // below 0, diagonals could leave int32
+      TVM_FFI_THROW(ValueError) << "bands must start at row 0 and column 0 or later, got q0 " << b.q0 << " and k0 "
+                                << b.k0;
+    }
     if (Band const s = shrink(b); !is_empty(s)) out.push_back(s);
   }
   return to_array(out);
@@ -85,8 +89,8 @@ ffi::Tensor bands_areas(ffi::TensorView bands) {
 
 ffi::Tensor bands_clip(ffi::TensorView bands, int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
   auto const narrow = [](int64_t x) {
-    return static_cast<int32_t>(std::clamp<int64_t>(x, std::numeric_limits<int32_t>::min(),
-                                                    std::numeric_limits<int32_t>::max()));
+    return static_cast<int32_t>(
+        std::clamp<int64_t>(x, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
   };
   Range const q{narrow(q0), narrow(q1)}, k{narrow(k0), narrow(k1)};
   std::vector<Band> out;
@@ -106,8 +110,8 @@ ffi::Tensor bands_shift(ffi::TensorView bands, int64_t dq, int64_t dk) {
                                 << ", " << b.q1 << ")";
     }
     if (dk < -limit || dk > limit || b.k0 + dk < 0 || b.k1 + dk > limit) {
-      TVM_FFI_THROW(ValueError) << "dk must keep columns within [0, 2**31 - 1], got " << dk << " for columns ["
-                                << b.k0 << ", " << b.k1 << ")";
+      TVM_FFI_THROW(ValueError) << "dk must keep columns within [0, 2**31 - 1], got " << dk << " for columns [" << b.k0
+                                << ", " << b.k1 << ")";
     }
     out.push_back({static_cast<int32_t>(b.q0 + dq), static_cast<int32_t>(b.q1 + dq), static_cast<int32_t>(b.k0 + dk),
                    static_cast<int32_t>(b.k1 + dk), static_cast<int32_t>(b.lo + dk - dq),

@@ -45,9 +45,9 @@ int32_t checked(int64_t value, int64_t least, char const* name) {
 }
 
 ffi::Tensor plan_build(ffi::TensorView bands, int64_t total_q, int64_t total_k, int64_t num_heads_q,
-                       int64_t num_heads_kv, int64_t block_m, int64_t block_n, int64_t bwd_block_m,
-                       int64_t bwd_block_n, ffi::TensorView q_tile_starts, ffi::TensorView tile_flags, int64_t stage,
-                       int64_t num_stages, bool allow_overlap, int64_t num_sms) {
+                       int64_t num_heads_kv, int64_t block_m, int64_t block_n, int64_t bwd_block_m, int64_t bwd_block_n,
+                       ffi::TensorView q_tile_starts, ffi::TensorView tile_flags, int64_t stage, int64_t num_stages,
+                       bool allow_overlap, int64_t num_sms) {
   FlexPlanOptions o;
   o.total_q = checked(total_q, 0, "total_q");
   o.total_k = checked(total_k, 0, "total_k");
@@ -85,8 +85,8 @@ ffi::Tensor plan_build(ffi::TensorView bands, int64_t total_q, int64_t total_k, 
     o.q_tile_starts = {starts, static_cast<size_t>(n)};
   }
   if (int64_t const n = tile_flags.size(0); n > 0) {
-    int64_t const num_tiles = o.q_tile_starts.empty() ? (total_q + block_m - 1) / block_m
-                                                      : static_cast<int64_t>(o.q_tile_starts.size()) - 1;
+    int64_t const num_tiles =
+        o.q_tile_starts.empty() ? (total_q + block_m - 1) / block_m : static_cast<int64_t>(o.q_tile_starts.size()) - 1;
     if (n != num_tiles) {
       TVM_FFI_THROW(ValueError) << "tile_flags must have one entry per query tile (" << num_tiles << "), got " << n;
     }
@@ -118,7 +118,8 @@ ffi::Tensor plan_build(ffi::TensorView bands, int64_t total_q, int64_t total_k, 
   } catch (std::length_error const& error) {
     TVM_FFI_THROW(ValueError) << error.what();
   } catch (std::bad_alloc const&) {
-    TVM_FFI_THROW(MemoryError) << "not enough memory for a FlexPlan of total_q " << total_q << " and total_k " << total_k;
+    TVM_FFI_THROW(MemoryError) << "not enough memory for a FlexPlan of total_q " << total_q << " and total_k "
+                               << total_k;
   }
   return array_of(std::vector<int32_t>());
 }

@@ -44,8 +44,8 @@ Band band_of_slice(Range q, Range k, MaskType type) {
 }
 
 Band clip(Band const& b, Range q, Range k) {
-  return shrink_wide(std::max(b.q0, q.begin), std::min(b.q1, q.end), std::max(b.k0, k.begin),
-                     std::min(b.k1, k.end), b.lo, b.hi);
+  return shrink_wide(std::max(b.q0, q.begin), std::min(b.q1, q.end), std::max(b.k0, k.begin), std::min(b.k1, k.end),
+                     b.lo, b.hi);
 }
 
 Band shift(Band const& b, int32_t dq, int32_t dk) {
@@ -129,9 +129,9 @@ std::vector<Band> canonical(std::vector<Band> bands) {
   };
   for (bool changed = true; changed;) {
     changed = fuse([](Band const& b) { return std::tie(b.q0, b.q1, b.k0, b.k1, b.lo); },
-                   [](Band const& a, Band const& b) { return a.k1 == b.k0 || a.hi + 1 == b.lo; });
+                   [](Band const& a, Band const& b) { return a.k1 == b.k0 || int64_t{a.hi} + 1 == b.lo; });
     changed |= fuse([](Band const& b) { return std::tie(b.k0, b.k1, b.q0, b.q1, b.lo); },
-                    [](Band const& a, Band const& b) { return a.q1 == b.q0 || a.hi + 1 == b.lo; });
+                    [](Band const& a, Band const& b) { return a.q1 == b.q0 || int64_t{a.hi} + 1 == b.lo; });
     changed |= fuse([](Band const& b) { return std::tie(b.hi, b.q0, b.k0, b.q1, b.k1, b.lo); },
                     [](Band const& a, Band const& b) { return a.q1 == b.q0 || a.k1 == b.k0; });
     changed |= fuse([](Band const& b) { return std::tie(b.lo, b.q0, b.k0, b.q1, b.k1, b.hi); },

@@ -117,8 +117,10 @@ class TileBuilder {
     std::sort(covered_.begin(), covered_.end(), [](Range a, Range b) { return a.begin < b.begin; });
     size_t kept = 0;
     for (size_t i = 1; i < covered_.size(); ++i) {
-      if (covered_[i].begin <= covered_[kept].end) covered_[kept].end = std::max(covered_[kept].end, covered_[i].end);
-      else covered_[++kept] = covered_[i];
+      if (covered_[i].begin <= covered_[kept].end)
+        covered_[kept].end = std::max(covered_[kept].end, covered_[i].end);
+      else
+        covered_[++kept] = covered_[i];
     }
     if (!covered_.empty()) covered_.resize(kept + 1);
   }
@@ -167,8 +169,10 @@ class TileBuilder {
       Job const& b = out.jobs[i];
       bool const continues = a.end == b.begin && (a.end - a.begin) % step_ == 0 && a.job_class == b.job_class &&
                              a.index == b.index && a.job_class != plan::kMany;
-      if (continues) a.end = b.end;
-      else out.jobs[++kept] = b;
+      if (continues)
+        a.end = b.end;
+      else
+        out.jobs[++kept] = b;
     }
     if (out.jobs.size() > first_job) out.jobs.resize(kept + 1);
     if (out.jobs.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max() / plan::kJobWords)) {
@@ -224,8 +228,10 @@ class TileBuilder {
         jobs.push_back(job_of(group.pieces[0]));
       } else {
         int const stationary = tile_end - tile_begin, moving = group.end - group.begin;
-        bool const full = is_backward_ ? group.mask.is_full(moving, stationary) : group.mask.is_full(stationary, moving);
-        jobs.push_back({group.begin, group.end, full ? plan::kFull : plan::kMany, full ? 0 : masks_.intern(group.mask)});
+        bool const full =
+            is_backward_ ? group.mask.is_full(moving, stationary) : group.mask.is_full(stationary, moving);
+        jobs.push_back(
+            {group.begin, group.end, full ? plan::kFull : plan::kMany, full ? 0 : masks_.intern(group.mask)});
       }
       free_.push_back(open_[position]);
       open_.erase(open_.begin() + static_cast<ptrdiff_t>(position));
@@ -426,8 +432,12 @@ int32_t narrow(int64_t words) {
 }
 
 uint64_t digest_of(std::span<Band const> bands, FlexPlanOptions const& o) {
-  std::vector<int32_t> words{plan::kVersion, o.total_q,     o.total_k,     o.num_heads_q, o.num_heads_kv, o.block_m,
-                             o.block_n,      o.bwd_block_m, o.bwd_block_n, o.stage,       o.num_stages,   o.num_sms,
+  std::vector<int32_t> words{plan::kVersion,  o.total_q,
+                             o.total_k,       o.num_heads_q,
+                             o.num_heads_kv,  o.block_m,
+                             o.block_n,       o.bwd_block_m,
+                             o.bwd_block_n,   o.stage,
+                             o.num_stages,    o.num_sms,
                              o.allow_overlap, static_cast<int32_t>(o.q_tile_starts.size())};
   words.insert(words.end(), o.q_tile_starts.begin(), o.q_tile_starts.end());
   words.insert(words.end(), o.tile_flags.begin(), o.tile_flags.end());
@@ -444,15 +454,15 @@ std::vector<int32_t> build_flex_plan(std::span<Band const> bands, FlexPlanOption
   Direction forward, backward;
   {
     bool const is_staged = o.num_stages > 1;
-    int64_t const num_tiles = o.q_tile_starts.empty() ? ceil_div(o.total_q, o.block_m)
-                                                      : static_cast<int64_t>(o.q_tile_starts.size()) - 1;
+    int64_t const num_tiles =
+        o.q_tile_starts.empty() ? ceil_div(o.total_q, o.block_m) : static_cast<int64_t>(o.q_tile_starts.size()) - 1;
     TileBuilder builder(bands, false, o.block_n, o.block_m, masks);
     for (int64_t t = 0; t < num_tiles; ++t) {
       auto const i = static_cast<size_t>(t);
       bool const is_uniform = o.q_tile_starts.empty();
       auto const begin = is_uniform ? static_cast<int32_t>(t * o.block_m) : o.q_tile_starts[i];
-      auto const end = is_uniform ? static_cast<int32_t>(std::min<int64_t>((t + 1) * o.block_m, o.total_q))
-                                  : o.q_tile_starts[i + 1];
+      auto const end =
+          is_uniform ? static_cast<int32_t>(std::min<int64_t>((t + 1) * o.block_m, o.total_q)) : o.q_tile_starts[i + 1];
       int32_t const flags = o.tile_flags.empty() ? plan::kFirst | plan::kLast : o.tile_flags[i];
       // A tile that no stage touches is written by stage 0, which then has it with both flags.
       bool const keep_empty = !is_staged || (o.stage == 0 && flags == (plan::kFirst | plan::kLast));
@@ -525,7 +535,8 @@ std::vector<int32_t> build_flex_plan(std::span<Band const> bands, FlexPlanOption
   set(plan::kTotalK, o.total_k);
   set(plan::kNumHeadsQ, o.num_heads_q);
   set(plan::kNumHeadsKv, o.num_heads_kv);
-  set(plan::kSectionHeads, o.num_heads_kv > 0 ? std::min<int64_t>(section, o.num_heads_kv) : std::min<int64_t>(section, 1 << 20));
+  set(plan::kSectionHeads,
+      o.num_heads_kv > 0 ? std::min<int64_t>(section, o.num_heads_kv) : std::min<int64_t>(section, 1 << 20));
   set(plan::kStage, o.stage);
   set(plan::kNumStages, o.num_stages);
   set(plan::kNumBands, static_cast<int64_t>(bands.size()));

@@ -109,8 +109,11 @@ bool normal_form(std::span<Band const> bands, std::vector<Band>& out) {
     size_t const first_new = next;
     while (next < order.size() && at(order[next]).q0 == begin) ++next;
     if (next > first_new) {
-      auto const from = order.begin() + static_cast<ptrdiff_t>(first_new), to = order.begin() + static_cast<ptrdiff_t>(next);
-      auto const by_column = [&](int32_t a, int32_t b) { return columns(at(a), begin).begin < columns(at(b), begin).begin; };
+      auto const from = order.begin() + static_cast<ptrdiff_t>(first_new),
+                 to = order.begin() + static_cast<ptrdiff_t>(next);
+      auto const by_column = [&](int32_t a, int32_t b) {
+        return columns(at(a), begin).begin < columns(at(b), begin).begin;
+      };
       std::sort(from, to, by_column);
       merged.clear();
       std::merge(live.begin(), live.end(), from, to, std::back_inserter(merged), by_column);
@@ -155,7 +158,8 @@ bool normal_form(std::span<Band const> bands, std::vector<Band>& out) {
   return true;
 }
 
-std::vector<int64_t> density(std::span<Band const> bands, int32_t total_q, int32_t total_k, int32_t rows, int32_t cols) {
+std::vector<int64_t> density(std::span<Band const> bands, int32_t total_q, int32_t total_k, int32_t rows,
+                             int32_t cols) {
   std::vector<int64_t> out(static_cast<size_t>(int64_t{rows} * cols));
   auto const edge = [](int64_t total, int64_t i, int64_t n) { return static_cast<int32_t>(total * i / n); };
   auto const cell_of = [](int64_t x, int64_t total, int64_t n) { return std::clamp<int64_t>(x * n / total, 0, n - 1); };
@@ -166,7 +170,8 @@ std::vector<int64_t> density(std::span<Band const> bands, int32_t total_q, int32
       Band const strip = clip(b, q, {0, total_k});
       if (is_empty(strip)) continue;
       for (int64_t c = cell_of(strip.k0, total_k, cols); c < cols && edge(total_k, c, cols) < strip.k1; ++c) {
-        out[static_cast<size_t>(r * cols + c)] += area(clip(strip, q, {edge(total_k, c, cols), edge(total_k, c + 1, cols)}));
+        out[static_cast<size_t>(r * cols + c)] +=
+            area(clip(strip, q, {edge(total_k, c, cols), edge(total_k, c + 1, cols)}));
       }
     }
   }

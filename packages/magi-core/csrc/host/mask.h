@@ -16,7 +16,8 @@ class RowLinker {
   // Intervals of row q: ascending, with gaps between. Rows ascend; a skipped row sees nothing.
   void row(int32_t q, std::span<Range const> intervals);
 
-  // `count` more rows, in each of which interval i of the last row() moves by slopes[i].begin and slopes[i].end (0 or 1).
+  // `count` more rows, in each of which interval i of the last row() moves by slopes[i].begin and slopes[i].end (0 or
+  // 1).
   void rows(int32_t count, std::span<Range const> slopes);
 
   // All bands, sorted by (q0, k0).

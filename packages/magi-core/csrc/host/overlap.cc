@@ -43,8 +43,10 @@ class ColumnTree {
       }
     }
     for (auto it = begins_.upper_bound({b.k0, INT32_MAX}); it != begins_.end() && it->first < b.k1;) {
-      if (bands[static_cast<size_t>(it->second)].q1 <= b.q0) it = begins_.erase(it);
-      else if (!visit((it++)->second)) return false;
+      if (bands[static_cast<size_t>(it->second)].q1 <= b.q0)
+        it = begins_.erase(it);
+      else if (!visit((it++)->second))
+        return false;
     }
     return true;
   }
@@ -72,9 +74,8 @@ std::vector<std::pair<int32_t, int32_t>> find_overlaps(std::span<Band const> ban
   std::vector<int32_t> order(bands.size());
   std::iota(order.begin(), order.end(), 0);
   auto const at = [&bands](int32_t i) -> Band const& { return bands[static_cast<size_t>(i)]; };
-  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return std::pair(at(a).q0, a) < std::pair(at(b).q0, b);
-  });
+  std::sort(order.begin(), order.end(),
+            [&](int32_t a, int32_t b) { return std::pair(at(a).q0, a) < std::pair(at(b).q0, b); });
   auto const check = [&](int32_t i, int32_t j) {
     if (found.size() < limit && !is_empty(intersect(at(i), at(j)))) found.push_back(std::minmax(i, j));
     return found.size() < limit;
