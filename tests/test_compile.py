@@ -93,7 +93,9 @@ def test_other_lengths_compile_once_more_and_then_never() -> None:
     assert counter.frame_count <= 2  # the second length makes lengths dynamic
 
 
-@pytest.mark.parametrize("name", ["dispatch", "undispatch", "partial", "roll", "calc_attn", "position_ids"])
+@pytest.mark.parametrize(
+    "name", ["dispatch", "undispatch", "partial", "roll", "calc_attn", "calc_attn_permuted", "position_ids"]
+)
 def test_operators_hold_to_torchs_rules(name: str) -> None:
     comm = SingleCommunicator()
     key = api.magi_attn_flex_key([(0, 20)], [(0, 20)], "causal", 20, 20, 2, 1, 4, 0, comm)
@@ -107,6 +109,19 @@ def test_operators_hold_to_torchs_rules(name: str) -> None:
         "partial": (ops.undispatch, (x, key.handle, "q", True, 20)),
         "roll": (ops.roll, (x, key.handle, "q", 3, 0, 0.0)),
         "calc_attn": (ops.calc_attn_fwd, (x, k, v, sink, key.handle, 0.5, 0.0, True)),
+        "calc_attn_permuted": (
+            ops.calc_attn_fwd,
+            (
+                x.detach().permute(2, 0, 1).contiguous().permute(1, 2, 0).requires_grad_(),
+                k.detach().mT.contiguous().mT.requires_grad_(),
+                v,
+                None,
+                key.handle,
+                0.5,
+                0.0,
+                False,
+            ),
+        ),
         "position_ids": (ops.position_ids, (key.handle, "q", 20, torch.device("cpu"))),
     }
     operator, given = arguments[name]

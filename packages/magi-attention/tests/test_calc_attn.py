@@ -186,6 +186,32 @@ def test_expanded_and_partial_output_gradients() -> None:
     WORLDS[2].run(rank)
 
 
+def test_any_strides_are_taken() -> None:
+    x = inputs()
+    views = {
+        "permuted": lambda t: t.permute(2, 0, 1).contiguous().permute(1, 2, 0),  # the last dim is not contiguous
+        "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+        "offset": lambda t: torch.cat([torch.full_like(t, float("nan")), t], 0)[len(t) :],
+        "sliced": lambda t: torch.stack([t, torch.full_like(t, float("nan"))], -2)[..., 0, :],
+    }
+
+    def rank(comm):
+        key = key_of(comm)
+        local = {n: api.dispatch(x[n], key) for n in ("q", "k", "v", "dout")}
+
+        def run(view):
+            leaves = [view(local[n]).requires_grad_() for n in "qkv"]
+            out, meta = api.calc_attn(*leaves, key)
+            return [out, meta.lse, *torch.autograd.grad(out, leaves, view(local["dout"]))]
+
+        expected = run(lambda t: t.clone())
+        for name, view in views.items():
+            for got, wanted in zip(run(view), expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+    WORLDS[2].run(rank)
+
+
 @pytest.mark.parametrize(("how", "source"), [("sum", "config"), ("avg", "config"), ("sum", "env"), (None, "env")])
 def test_dsink_is_reduced_as_the_key_says(how, source) -> None:
     x = inputs()

@@ -28,7 +28,7 @@ from ..planning.manager import (
     sink_in_precision,
 )
 from ..planning.registry import dist_attn_runtime_dict_mgr
-from ..planning.solve import KeyRequest, make_key, make_key_on_placement
+from ..planning.solve import KeyRequest, forget_solutions, make_key, make_key_on_placement
 from ..runtime.ops import NAMESPACE
 from .functools import CuSeqlens, infer_attn_mask_from_cu_seqlens
 
@@ -457,6 +457,8 @@ def get_most_recent_key(cp_group: GroupLike) -> DistAttnRuntimeKey:
 def clear_cache(cp_group: GroupLike = None) -> None:
     """Forget the plans of one group, or of all groups when None; their keys no longer work."""
     dist_attn_runtime_dict_mgr.clear(None if cp_group is None else as_group(cp_group))
+    if cp_group is None:
+        forget_solutions()
 
 
 def init_dist_attn_runtime_key(

@@ -104,7 +104,14 @@ class _Memo:
         self._locks: dict[Any, threading.Lock] = {}
         self._values: OrderedDict[Any, Any] = OrderedDict()
 
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._locks.clear()
+            self._values.clear()
+
     def get(self, name: Any, make: Any) -> Any:
+        """The value of ``name``, made by ``make`` when it is not there."""
         with self._lock:
             own = self._locks.setdefault(name, threading.Lock())
         with own:  # one thread makes it, the others of the same name wait for that
@@ -123,6 +130,12 @@ class _Memo:
 
 _placements = _Memo(16)
 _dist_plans = _Memo(16)
+
+
+def forget_solutions() -> None:
+    """Drop what was solved and may be shared; keys keep their own."""
+    _placements.clear()
+    _dist_plans.clear()
 
 
 def chunk_size_for(total: int, world_size: int, config: DistAttnConfig, min_chunks_per_rank: int) -> int:
@@ -362,6 +375,7 @@ def _runtime(key: DistAttnRuntimeKey, plan: DistPlan, allow_overlap: bool) -> Di
 __all__ = [
     "KeyRequest",
     "chunk_size_for",
+    "forget_solutions",
     "make_key",
     "make_key_on_placement",
     "place_by_area",

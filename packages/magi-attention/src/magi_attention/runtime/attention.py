@@ -117,6 +117,12 @@ def _rows(x: Tensor, num_rows: int) -> Tensor:
     return x if x.shape[0] == num_rows else x[:num_rows]
 
 
+def _tokens(x: Tensor, num_rows: int) -> Tensor:
+    """The first rows of q, k or v, with the contiguous last dim that every backend takes."""
+    x = _rows(x, num_rows)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def forward(
     runtime: DistAttnRuntime,
     q: Tensor,
@@ -139,9 +145,9 @@ def forward(
     layout = sink_layout_of(sink)
     if sink is not None and layout == "ssh":
         sink = _rows(sink, runtime.num_q)
-    q, k, v = _rows(q, runtime.num_q), _rows(k, runtime.num_k), _rows(v, runtime.num_k)
+    q, k, v = _tokens(q, runtime.num_q), _tokens(k, runtime.num_k), _tokens(v, runtime.num_k)
     true_out, true_lse = _rows(out, runtime.num_q), _rows(lse, runtime.num_q)
-    out_acc = torch.empty_like(true_out, dtype=wide)
+    out_acc = out.new_empty(true_out.shape, dtype=wide) if runtime.remote else None  # state between stages
 
     fetches = _Fetches(runtime, k, v)
     for stage in range(len(runtime.remote) + 1):
@@ -191,8 +197,9 @@ def backward(
     shard_q, shard_k = q.shape[0], k.shape[0]
     layout = sink_layout_of(sink)
     full_sink = sink
-    q, dout, out, lse = (_rows(x, runtime.num_q) for x in (q, dout, out, lse))
-    k, v = _rows(k, runtime.num_k), _rows(v, runtime.num_k)
+    q, dout, out = (_tokens(x, runtime.num_q) for x in (q, dout, out))
+    k, v = _tokens(k, runtime.num_k), _tokens(v, runtime.num_k)
+    lse = _rows(lse, runtime.num_q)
     dlse = None if dlse is None else _rows(dlse, runtime.num_q)
     needs_q, needs_kv, needs_sink = needs
 
@@ -212,7 +219,7 @@ def backward(
     delta = attn_bwd_prepare(dout, out, lse, dlse)
     workspace = new_dq_workspace(q)
     wide = acc_dtype(k.dtype) if runtime.owes_keys and needs_kv else k.dtype
-    dk, dv = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
+    dk, dv = k.new_empty(k.shape, dtype=wide), v.new_empty(v.shape, dtype=wide)
     returns: list[Any] = []
     for stage in range(len(runtime.remote) + 1):
         if stage == 0:
@@ -220,7 +227,7 @@ def backward(
         else:
             plan = runtime.remote[stage - 1].plan
             keys, values = fetches.take(stage - 1)
-            stage_dk, stage_dv = torch.empty_like(keys), torch.empty_like(values)
+            stage_dk, stage_dv = keys.new_empty(keys.shape), values.new_empty(values.shape)
         with add_nvtx_event(partial("attn_bwd stage {}".format, stage)):
             attn_bwd_stage(
                 workspace,

@@ -137,7 +137,7 @@ def _calc_attn_fwd_fake(
 
 
 def _given(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty((0,)) if gradient is None else gradient
+    return like.new_empty((0,)) if gradient is None else gradient.contiguous()
 
 
 @_impl("calc_attn_bwd")
