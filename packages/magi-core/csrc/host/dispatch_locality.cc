@@ -418,6 +418,7 @@ void gather(Problem const& p, Placement& x, int64_t cap, int64_t steps) {
         int64_t const most = x.release(a) - hosts[i].first + p.tokens[at(a)];
         // swap() changes the list, so walk a copy.
         theirs.assign(x.chunks(to).begin(), x.chunks(to).end());
+        if ((steps -= static_cast<int64_t>(theirs.size())) < 0) return;
         for (int32_t const b : theirs) {
           if (p.areas[at(b)] > room_from || -p.areas[at(b)] > room_to) continue;
           if (3 * (most + x.release(b) + p.tokens[at(b)]) <= best) continue;
@@ -463,7 +464,7 @@ std::vector<int32_t> dispatch_locality(std::span<int64_t const> areas, int32_t w
   for (size_t c = 0; c < blocks.size(); ++c) load[at(blocks[c])] += areas[c];
   int64_t const worst = *std::max_element(load.begin(), load.end());
   if (worst <= cap + cap / 4 || (p.num_chunks <= 256 && worst <= 4 * cap)) layouts.push_back(std::move(blocks));
-  if (int64_t{p.num_chunks} * world <= 1 << 16) layouts.push_back(greedy(p, o));
+  if (p.num_chunks <= 4096 && int64_t{p.num_chunks} * world <= 1 << 16) layouts.push_back(greedy(p, o));
   std::vector<int32_t> best;
   Wide best_score = 0;
   for (auto& layout : layouts) {
