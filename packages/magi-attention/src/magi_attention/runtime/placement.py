@@ -124,7 +124,7 @@ class TokenPlacement:
         return index
 
     def _overlap(self, wanted: np.ndarray, owned: np.ndarray, owned_local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Common tokens of ``wanted`` rows (begin, end, local) and a rank's ranges: local rows wanted, local rows owned.
+        """Common tokens of ``wanted`` rows (begin, end, local) and a rank's ranges: local rows wanted and owned.
 
         ``wanted`` is ascending and disjoint; so is the result, by global token.
         """
