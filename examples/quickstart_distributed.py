@@ -78,12 +78,10 @@ dx = x.grad
 dq_proj, dk_proj, dv_proj = q_proj.weight.grad, k_proj.weight.grad, v_proj.weight.grad
 dsink = global_sink.grad
 
-# As for every parameter, a rank has its share of the sink's gradient; the framework (FSDP, Megatron) sums over ranks.
-op = magi_attention.env.comm.dsink_all_reduce_op()
-if op == "sum":
+# As for every parameter, a rank has its share of the gradient, for a framework (FSDP, Megatron) to sum over ranks.
+# Here there is none; and had MAGI_ATTENTION_DSINK_ALL_REDUCE_OP asked for it, calc_attn would have reduced it already.
+if magi_attention.env.comm.dsink_all_reduce_op() == "none":
     dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=world_group)
-elif op == "avg":
-    dist.all_reduce(dsink, op=dist.ReduceOp.AVG, group=world_group)
 
 print(
     f"rank {rank} of {world_size} on {device}: {local_x.shape[0]} of {total_seqlen} tokens, "

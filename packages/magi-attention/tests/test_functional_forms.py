@@ -48,9 +48,7 @@ def test_functional_forms_are_the_api(by_manager, world):
 
 
 def test_a_runtime_must_be_one():
-    with pytest.raises(
-        TypeError, match="dist_attn_runtime must be a DistAttnRuntimeMgr or .*, got int"
-    ):
+    with pytest.raises(TypeError, match="dist_attn_runtime must be a DistAttnRuntimeMgr or .*, got int"):
         functional.dispatch_func(torch.zeros(3), 3)
 
 
