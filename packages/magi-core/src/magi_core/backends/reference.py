@@ -137,7 +137,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 class _Queries:
-    """Blocks of query-side tensors as ``(kv heads, group * rows, dim)``, contiguous, in the compute dtype."""
+    """Blocks of query-side tensors as ``(kv heads, group * rows, dim)`` in the compute dtype; views where they can be."""
 
     def __init__(self, num_heads_kv: int, dtype: torch.dtype) -> None:
         self.num_heads_kv, self.dtype = num_heads_kv, dtype
@@ -152,14 +152,19 @@ class _Queries:
 
     def read(self, x: Tensor, rows: slice | Tensor, heads: _Heads) -> Tensor:
         """``x (total_q, num_heads_q, dim)``; the result is folded."""
-        block = self.by_group(x)[rows, heads.kv, heads.group].permute(1, 2, 0, 3)
-        block = block.to(self.dtype).contiguous()
-        return block.view(block.shape[0], -1, block.shape[3])
+        if x.shape[1] == self.num_heads_kv:
+            return x[rows, heads.kv].transpose(0, 1).to(self.dtype)
+        block = self.by_group(x)[rows, heads.kv, heads.group].permute(1, 2, 0, 3).to(self.dtype)
+        return block.reshape(block.shape[0], -1, block.shape[3])
+
+    def scalars(self, x: Tensor) -> Tensor:
+        """``x (total_q, num_heads_q)`` as ``(num_heads_kv, group, total_q)``, contiguous."""
+        return x.to(self.dtype).t().contiguous().view(self.num_heads_kv, -1, x.shape[0])
 
     def read_scalars(self, x: Tensor, rows: slice | Tensor, heads: _Heads) -> Tensor:
-        """``x (total_q, num_heads_q)`` as ``(kv heads, group * rows, 1)``."""
-        block = self.by_group(x)[rows, heads.kv, heads.group].permute(1, 2, 0)
-        return block.to(self.dtype).reshape(block.shape[0], -1, 1)
+        """``x`` from :meth:`scalars` as ``(kv heads, group * rows, 1)``."""
+        block = x[heads.kv, heads.group][:, :, rows]
+        return block.reshape(block.shape[0], -1, 1)
 
 
 def _keys(x: Tensor, columns: slice | Tensor, heads: _Heads, dtype: torch.dtype) -> Tensor:
@@ -390,7 +395,8 @@ def backward(
     queries = _Queries(num_heads_kv, dtype)
     scratch, masks = _Scratch(q, dtype), _Masks(q, dtype, True, schedule.may_overlap)
     # exp(s - inf) = 0: a row that sees nothing has no P, whatever its scores are.
-    safe_lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    safe_lse = queries.scalars(torch.where(lse == -torch.inf, torch.inf, lse))
+    delta = queries.scalars(delta)
     dq_by_group = dq_acc.view(num_heads_kv, group, dq_acc.shape[1], dq_acc.shape[2])
     dk.zero_()
     dv.zero_()
