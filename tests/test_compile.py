@@ -37,7 +37,7 @@ def keys_of_masks(comm: Any, number: int, total: int) -> list[api.DistAttnRuntim
 def step(x: Tensor, sink: Tensor, key: api.DistAttnRuntimeKey) -> Tensor:
     """A layer's worth of every call: whole tensor in, whole tensor out."""
     local = api.dispatch(x, key)
-    position = api.get_position_ids(key, device="cpu")
+    position = api.get_position_ids(key, device=x.device)
     local = local * (1 + position[:, None, None] * 1e-3)
     q, k, v = local, local[:, :KV_HEADS], local[:, KV_HEADS : 2 * KV_HEADS]
     out, meta = api.calc_attn(q, k.contiguous(), v.contiguous(), key, sink, softcap=3.0, return_max_logits=True)
