@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def _find_version() -> str:
-    source = Path(__file__).resolve().parents[2] / "VERSION"
-    if source.is_file():
-        return source.read_text(encoding="utf-8").strip()
+    source = Path(__file__).resolve().parents[1]
+    if source.name == "src" and (source.parent / "VERSION").is_file():
+        return (source.parent / "VERSION").read_text(encoding="utf-8").strip()
     return metadata.version("magi-core")
 
 
