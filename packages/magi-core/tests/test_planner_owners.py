@@ -72,7 +72,7 @@ def test_arrays_are_read_only():
         ([[(0, 5)]], 4, r"owners: range \[0, 5\) of rank 0 must lie inside \[0, 4\)"),
         ([[(-1, 4)]], 4, r"owners: range \[-1, 4\) of rank 0"),
         ([[(3, 1), (0, 4)]], 4, r"owners: range \[3, 1\) of rank 0"),
-        ([], 4, "world_size must be at least 1, got 0"),
+        ([], 4, "world_size must be at least 1 and at most 65536, got 0"),
         ([[(0, 2**40)]], 4, "must fit int32"),
         ([[0, 4]], 4, r"ranges\[0\] must have shape \(n, 2\), got \(2,\)"),
         ([[(0, 1)]], -1, "total must be at least 0, got -1"),

@@ -125,8 +125,8 @@ ffi::Tensor planner_rows_of_chunks(ffi::TensorView rank_of_chunk, int64_t chunk_
 }
 
 Owners owners_in(ffi::TensorView rows, int64_t world_size, int64_t total, char const* name) {
-  return make_owners(int32_of(world_size, "world_size"), int32_of(total, "total"), records<OwnerRow, int32_t>(rows, name),
-                     name);
+  return make_owners(int32_of(world_size, "world_size"), int32_of(total, "total"),
+                     records<OwnerRow, int32_t>(rows, name), name);
 }
 
 // Checked and fused: (rank, begin, end, local) rows sorted by (rank, begin).
@@ -260,7 +260,8 @@ void planner_verify(ffi::TensorView buffer, ffi::TensorView rank_plans, ffi::Ten
     DistPlan const plan = read_dist_plan(flat<int64_t>(buffer, "buffer"));
     auto const words = flat<int32_t>(rank_plans, "rank_plans");
     auto const o = flat<int64_t>(offsets, "offsets");
-    if (o.size() != static_cast<size_t>(plan.world_size) + 1) throw std::invalid_argument("offsets: one per rank and one more");
+    if (o.size() != static_cast<size_t>(plan.world_size) + 1)
+      throw std::invalid_argument("offsets: one per rank and one more");
     std::vector<RankPlan> plans;
     for (size_t r = 0; r + 1 < o.size(); ++r) {
       if (o[r] < 0 || o[r] > o[r + 1] || o[r + 1] > static_cast<int64_t>(words.size())) {

@@ -50,7 +50,9 @@ struct Ranks {
   int32_t floor, extra;  // every rank takes `floor` chunks, `extra` of them one more
 
   Ranks(int32_t world, size_t num_chunks)
-      : load(at(world), 0), count(at(world), 0), floor(static_cast<int32_t>(num_chunks) / world),
+      : load(at(world), 0),
+        count(at(world), 0),
+        floor(static_cast<int32_t>(num_chunks) / world),
         extra(static_cast<int32_t>(num_chunks) % world) {}
   bool is_open(int32_t r) const { return count[at(r)] < floor || (count[at(r)] == floor && extra > 0); }
   void add(int32_t r, int64_t area) {
@@ -302,8 +304,7 @@ std::vector<int32_t> sorted_sequential(std::span<int64_t const> areas, int32_t w
     for (int32_t c = (band.q1 - 1) / chunk_size; c >= band.q0 / chunk_size; --c) {
       if (c < n && out[at(c)] < 0) mine.push_back(c);
     }
-    int64_t const most = std::max<int64_t>(
-        1, (static_cast<int64_t>(mine.size()) * ratio_ppm + 999'999) / 1'000'000);
+    int64_t const most = std::max<int64_t>(1, (static_cast<int64_t>(mine.size()) * ratio_ppm + 999'999) / 1'000'000);
     int64_t poured = 0;
     int32_t rank = -1;
     for (int32_t const c : mine) {
@@ -402,7 +403,8 @@ std::vector<int32_t> dispatch_chunks(std::span<int64_t const> areas, int32_t wor
   }
   std::vector<Range> chunks;
   bool const uses_bands = o.alg == DispatchAlg::kToppHeap || o.alg == DispatchAlg::kBatchToppHeap ||
-                          o.alg == DispatchAlg::kSortedSequential || (o.alg == DispatchAlg::kBalanced && !bands.empty());
+                          o.alg == DispatchAlg::kSortedSequential ||
+                          (o.alg == DispatchAlg::kBalanced && !bands.empty());
   if (uses_bands) {
     if (chunk_size < 1) throw std::invalid_argument("chunk_size must be at least 1, got " + to_string(chunk_size));
     int64_t const expected = (int64_t{total_q} + chunk_size - 1) / chunk_size;
@@ -411,22 +413,29 @@ std::vector<int32_t> dispatch_chunks(std::span<int64_t const> areas, int32_t wor
                                   to_string(areas.size()));
     }
     for (int64_t begin = 0; begin < total_q; begin += chunk_size) {
-      chunks.push_back({static_cast<int32_t>(begin), static_cast<int32_t>(std::min<int64_t>(begin + chunk_size, total_q))});
+      chunks.push_back(
+          {static_cast<int32_t>(begin), static_cast<int32_t>(std::min<int64_t>(begin + chunk_size, total_q))});
     }
   }
   if (areas.empty()) return {};
   std::vector<int32_t> order(areas.size());
   std::iota(order.begin(), order.end(), 0);
   switch (o.alg) {
-    case DispatchAlg::kBalanced: return dispatch_locality(areas, world_size, bands, chunks, o);
-    case DispatchAlg::kMinHeap: return min_heap(areas, world_size);
-    case DispatchAlg::kSequential: return blocks(order, world_size);
-    case DispatchAlg::kLowerBound: return swap_down(min_heap(areas, world_size), areas, world_size, o.node_limit);
+    case DispatchAlg::kBalanced:
+      return dispatch_locality(areas, world_size, bands, chunks, o);
+    case DispatchAlg::kMinHeap:
+      return min_heap(areas, world_size);
+    case DispatchAlg::kSequential:
+      return blocks(order, world_size);
+    case DispatchAlg::kLowerBound:
+      return swap_down(min_heap(areas, world_size), areas, world_size, o.node_limit);
     case DispatchAlg::kDynamic:
       return areas.size() <= kMaxDynamicChunks ? dynamic(areas, world_size)
                                                : search(areas, world_size, /*equal_counts=*/false, o.node_limit);
-    case DispatchAlg::kBinarySearch: return search(areas, world_size, /*equal_counts=*/false, o.node_limit);
-    case DispatchAlg::kBacktracking: return search(areas, world_size, /*equal_counts=*/true, o.node_limit);
+    case DispatchAlg::kBinarySearch:
+      return search(areas, world_size, /*equal_counts=*/false, o.node_limit);
+    case DispatchAlg::kBacktracking:
+      return search(areas, world_size, /*equal_counts=*/true, o.node_limit);
     case DispatchAlg::kToppHeap:
       return topp(areas, world_size, keys_of_chunks(bands, chunks), o.num_candidates, 1);
     case DispatchAlg::kBatchToppHeap:

@@ -18,10 +18,10 @@ size_t at(int32_t i) { return static_cast<size_t>(i); }
 struct Problem {
   int32_t num_chunks, world;
   std::span<int64_t const> areas;
-  std::vector<int64_t> tokens;              // of each chunk
-  std::vector<std::vector<Range>> reach;    // chunks whose keys each chunk sees, as ranges of chunk ids
-  std::vector<int64_t> reach_size;          // number of them: what looking at a chunk costs
-  std::vector<int32_t> segment;             // part of the sequence, ascending; bands do not leave a part
+  std::vector<int64_t> tokens;            // of each chunk
+  std::vector<std::vector<Range>> reach;  // chunks whose keys each chunk sees, as ranges of chunk ids
+  std::vector<int64_t> reach_size;        // number of them: what looking at a chunk costs
+  std::vector<int32_t> segment;           // part of the sequence, ascending; bands do not leave a part
   int64_t total_area = 0, total_tokens = 0;
 
   int32_t count_of(int32_t rank) const { return num_chunks / world + (rank < num_chunks % world ? 1 : 0); }
@@ -29,10 +29,10 @@ struct Problem {
 
 // [first, last] chunk that touches tokens [begin, end); chunks are sorted and disjoint.
 Range chunks_touching(std::span<Range const> chunks, Range keys) {
-  auto const first = std::upper_bound(chunks.begin(), chunks.end(), keys.begin,
-                                      [](int32_t k, Range const& c) { return k < c.end; });
-  auto const last = std::lower_bound(chunks.begin(), chunks.end(), keys.end,
-                                     [](Range const& c, int32_t k) { return c.begin < k; });
+  auto const first =
+      std::upper_bound(chunks.begin(), chunks.end(), keys.begin, [](int32_t k, Range const& c) { return k < c.end; });
+  auto const last =
+      std::lower_bound(chunks.begin(), chunks.end(), keys.end, [](Range const& c, int32_t k) { return c.begin < k; });
   return {static_cast<int32_t>(first - chunks.begin()), static_cast<int32_t>(last - chunks.begin())};
 }
 
@@ -55,7 +55,8 @@ Problem make_problem(std::span<int64_t const> areas, int32_t world, std::span<Ba
   for (size_t c = 0; c < chunks.size(); ++c) p.tokens[c] = chunks[c].length();
   p.total_tokens = std::accumulate(p.tokens.begin(), p.tokens.end(), int64_t{0});
   std::vector<std::vector<Range>> keys(areas.size());
-  for (RowPiece const& piece : clip_to_runs(bands, chunks)) keys[at(piece.run)].push_back({piece.band.k0, piece.band.k1});
+  for (RowPiece const& piece : clip_to_runs(bands, chunks))
+    keys[at(piece.run)].push_back({piece.band.k0, piece.band.k1});
   for (size_t c = 0; c < keys.size(); ++c) {
     for (Range const& r : merged(std::move(keys[c]))) {
       Range const ids = chunks_touching(chunks, r);
@@ -70,8 +71,10 @@ Problem make_problem(std::span<int64_t const> areas, int32_t world, std::span<Ba
   std::sort(spans.begin(), spans.end(), [](Range const& a, Range const& b) { return a.begin < b.begin; });
   size_t kept = 0;
   for (size_t i = 1; i < spans.size(); ++i) {
-    if (spans[i].begin < spans[kept].end) spans[kept].end = std::max(spans[kept].end, spans[i].end);
-    else spans[++kept] = spans[i];
+    if (spans[i].begin < spans[kept].end)
+      spans[kept].end = std::max(spans[kept].end, spans[i].end);
+    else
+      spans[++kept] = spans[i];
   }
   spans.resize(kept + 1);
   for (size_t c = 0, s = 0; c < chunks.size(); ++c) {
@@ -201,7 +204,8 @@ std::vector<int32_t> greedy(Problem const& p, DispatchOptions const& o) {
     for (int32_t r = 0; r < p.world; ++r) {
       if (count[at(r)] > floor || (count[at(r)] == floor && extra == 0)) continue;
       int64_t const fresh = seen - num_tokens(intersection(held[at(r)], keys));
-      Wide const cost = Wide{load[at(r)] + p.areas[at(c)]} * o.pair_cost_fs + Wide{fresh} * chunk_tokens * o.token_cost_fs;
+      Wide const cost =
+          Wide{load[at(r)] + p.areas[at(c)]} * o.pair_cost_fs + Wide{fresh} * chunk_tokens * o.token_cost_fs;
       std::tuple<Wide, int32_t, int32_t> const now{cost, count[at(r)], r};
       if (std::get<0>(best) < 0 || now < best) best = now;
     }
@@ -221,8 +225,13 @@ std::vector<int32_t> greedy(Problem const& p, DispatchOptions const& o) {
 class Placement {
  public:
   Placement(Problem const& p, std::vector<int32_t> rank_of)
-      : p_(p), rank_of_(std::move(rank_of)), cover_(at(p.world) * at(p.num_chunks), 0), load_(at(p.world), 0),
-        recv_(at(p.world), 0), release_(at(p.num_chunks), -1), chunks_(at(p.world)) {
+      : p_(p),
+        rank_of_(std::move(rank_of)),
+        cover_(at(p.world) * at(p.num_chunks), 0),
+        load_(at(p.world), 0),
+        recv_(at(p.world), 0),
+        release_(at(p.num_chunks), -1),
+        chunks_(at(p.world)) {
     for (int32_t c = 0; c < p.num_chunks; ++c) {
       int32_t const r = rank_of_[at(c)];
       load_[at(r)] += p.areas[at(c)];
@@ -263,7 +272,8 @@ class Placement {
     int32_t const r = rank_of_[at(c)];
     uint16_t const* const covered = cover_.data() + at(r) * at(p_.num_chunks);
     for (Range const& keys : p_.reach[at(c)]) {
-      for (int32_t k = keys.begin; k < keys.end; ++k) known += covered[k] == 1 && rank_of_[at(k)] != r ? p_.tokens[at(k)] : 0;
+      for (int32_t k = keys.begin; k < keys.end; ++k)
+        known += covered[k] == 1 && rank_of_[at(k)] != r ? p_.tokens[at(k)] : 0;
     }
     return known;
   }
@@ -457,7 +467,8 @@ std::vector<int32_t> dispatch_locality(std::span<int64_t const> areas, int32_t w
   // Beyond this, knowing who sees what costs more than placing better would save.
   constexpr int64_t kMaxCells = int64_t{1} << 26;
   int64_t const seen = std::accumulate(p.reach_size.begin(), p.reach_size.end(), int64_t{0});
-  if (p.num_chunks > 1 << 15 || seen > kMaxCells || int64_t{p.num_chunks} * world > kMaxCells) return std::move(layouts[0]);
+  if (p.num_chunks > 1 << 15 || seen > kMaxCells || int64_t{p.num_chunks} * world > kMaxCells)
+    return std::move(layouts[0]);
   // Blocks that are far from balanced would be taken apart by the repair: worth its time only where that is short.
   auto blocks = sequential(p);
   std::vector<int64_t> load(at(world), 0);

@@ -109,16 +109,17 @@ uint64_t digest_of(std::span<int64_t const> buffer) {
 std::vector<int64_t> build_dist_plan(std::span<Band const> bands, Owners const& q_owners, Owners const& k_owners,
                                      StageOptions const& options) {
   if (q_owners.world_size != k_owners.world_size) {
-    throw std::invalid_argument("q_owners and k_owners must be of one world size, got " + to_string(q_owners.world_size) +
-                                " and " + to_string(k_owners.world_size));
+    throw std::invalid_argument("q_owners and k_owners must be of one world size, got " +
+                                to_string(q_owners.world_size) + " and " + to_string(k_owners.world_size));
   }
   for (size_t i = 0; i < bands.size(); ++i) {
     Band const& b = bands[i];
     if (is_empty(b)) continue;
     if (b.q0 < 0 || b.q1 > q_owners.total || b.k0 < 0 || b.k1 > k_owners.total) {
-      throw std::invalid_argument("bands: band " + to_string(i) + " covers q [" + to_string(b.q0) + ", " + to_string(b.q1) +
-                                  ") and k [" + to_string(b.k0) + ", " + to_string(b.k1) + "), outside the totals " +
-                                  to_string(q_owners.total) + " and " + to_string(k_owners.total));
+      throw std::invalid_argument("bands: band " + to_string(i) + " covers q [" + to_string(b.q0) + ", " +
+                                  to_string(b.q1) + ") and k [" + to_string(b.k0) + ", " + to_string(b.k1) +
+                                  "), outside the totals " + to_string(q_owners.total) + " and " +
+                                  to_string(k_owners.total));
     }
   }
   auto const needs = rank_needs(bands, q_owners, k_owners);
@@ -192,7 +193,8 @@ DistPlan read_dist_plan(std::span<int64_t const> buffer) {
                                 ", this library reads version " + to_string(dist::kVersion));
   }
   if (buffer[dist::kNumWords] != size) {
-    throw std::invalid_argument("buffer must have " + to_string(buffer[dist::kNumWords]) + " words, got " + to_string(size));
+    throw std::invalid_argument("buffer must have " + to_string(buffer[dist::kNumWords]) + " words, got " +
+                                to_string(size));
   }
   if (buffer[dist::kDigest] != static_cast<int64_t>(digest_of(buffer))) {
     throw std::invalid_argument("buffer does not match its digest: it was changed after planning");
@@ -204,7 +206,8 @@ DistPlan read_dist_plan(std::span<int64_t const> buffer) {
     return buffer.subspan(static_cast<size_t>(offset), static_cast<size_t>(count * words));
   };
   auto const narrow = [](int64_t x, char const* what) {
-    if (x < 0 || x > INT32_MAX) throw std::invalid_argument(std::string("buffer: ") + what + " out of range: " + to_string(x));
+    if (x < 0 || x > INT32_MAX)
+      throw std::invalid_argument(std::string("buffer: ") + what + " out of range: " + to_string(x));
     return static_cast<int32_t>(x);
   };
   DistPlan plan;
@@ -244,8 +247,8 @@ DistPlan read_dist_plan(std::span<int64_t const> buffer) {
       Range const range{narrow(ranges[static_cast<size_t>(2 * j)], "stage range"),
                         narrow(ranges[static_cast<size_t>(2 * j + 1)], "stage range")};
       if (range.is_empty() || range.begin < end_before || range.end > plan.total_k) {
-        throw std::invalid_argument("buffer: stage ranges must ascend inside [0, total_k), got [" + to_string(range.begin) +
-                                    ", " + to_string(range.end) + ")");
+        throw std::invalid_argument("buffer: stage ranges must ascend inside [0, total_k), got [" +
+                                    to_string(range.begin) + ", " + to_string(range.end) + ")");
       }
       end_before = range.end;
       plan.stage_ranges[i].push_back(range);
@@ -277,11 +280,15 @@ RankPlan make_rank_plan(DistPlan const& plan, int32_t rank) {
         int32_t const begin = std::max(wanted[i].begin, own[j].begin), end = std::min(wanted[i].end, own[j].end);
         if (begin < end) {
           int32_t const l0 = begin - own[j].begin + own[j].local, l1 = l0 + end - begin;
-          if (stage.send.size() > first && stage.send.back().end == l0) stage.send.back().end = l1;
-          else stage.send.push_back({dst, l0, l1});
+          if (stage.send.size() > first && stage.send.back().end == l0)
+            stage.send.back().end = l1;
+          else
+            stage.send.push_back({dst, l0, l1});
         }
-        if (wanted[i].end < own[j].end) ++i;
-        else ++j;
+        if (wanted[i].end < own[j].end)
+          ++i;
+        else
+          ++j;
       }
     }
   }

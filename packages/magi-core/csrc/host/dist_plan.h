@@ -26,24 +26,25 @@ inline constexpr int kHeaderWords = 32;
 enum Header : int {
   kMagicWord = 0,
   kVersionWord,
-  kDigest,        // of every other word
+  kDigest,  // of every other word
   kNumWords,
   kWorldSize,
   kTotalQ,
   kTotalK,
-  kNumStages,     // remote stages, equal on every rank
-  kBlocking,      // 1: every remote key is there before anything is computed (degree 0)
-  kPredictedFs,   // slowest rank's predicted time where the cost model was asked, else 0
+  kNumStages,    // remote stages, equal on every rank
+  kBlocking,     // 1: every remote key is there before anything is computed (degree 0)
+  kPredictedFs,  // slowest rank's predicted time where the cost model was asked, else 0
   kNumBands,
-  kBands,         // (q0, q1, k0, k1, lo, hi) each, global, canonical
+  kBands,  // (q0, q1, k0, k1, lo, hi) each, global, canonical
   kNumQRuns,
-  kQRuns,         // (rank, begin, end) each, sorted by (rank, begin)
+  kQRuns,  // (rank, begin, end) each, sorted by (rank, begin)
   kNumKRuns,
   kKRuns,
   kAreas,         // visible pairs per rank
-  kStageOffsets,  // world_size * num_stages + 1: ranges of (rank, stage) are [o[i], o[i + 1]), i = rank * stages + stage
+  kStageOffsets,  // world_size * num_stages + 1: ranges of (rank, stage) are [o[i], o[i + 1]), i = rank * stages +
+                  // stage
   kNumStageRanges,
-  kStageRanges,   // (begin, end) each, global, ascending inside a stage
+  kStageRanges,  // (begin, end) each, global, ascending inside a stage
   kHeaderFieldEnd,
 };
 static_assert(kHeaderFieldEnd <= kHeaderWords);

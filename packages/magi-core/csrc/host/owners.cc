@@ -14,9 +14,8 @@ int32_t Owners::num_local(int32_t rank) const {
 }
 
 size_t Owners::position_of(int32_t token) const {
-  auto const found = std::upper_bound(by_begin.begin(), by_begin.end(), token, [this](int32_t t, int32_t i) {
-    return t < runs[static_cast<size_t>(i)].end;
-  });
+  auto const found = std::upper_bound(by_begin.begin(), by_begin.end(), token,
+                                      [this](int32_t t, int32_t i) { return t < runs[static_cast<size_t>(i)].end; });
   return static_cast<size_t>(found - by_begin.begin());
 }
 
@@ -24,8 +23,8 @@ Owners make_owners(int32_t world_size, int32_t total, std::span<OwnerRow const> 
   using std::to_string;
   std::string const name = what;
   if (world_size < 1 || world_size > kMaxWorldSize) {
-    throw std::invalid_argument(name + ": world_size must be at least 1 and at most " + to_string(kMaxWorldSize) + ", got " +
-                                to_string(world_size));
+    throw std::invalid_argument(name + ": world_size must be at least 1 and at most " + to_string(kMaxWorldSize) +
+                                ", got " + to_string(world_size));
   }
   if (total < 0) throw std::invalid_argument(name + ": total must not be negative, got " + to_string(total));
   Owners owners;
@@ -35,7 +34,8 @@ Owners make_owners(int32_t world_size, int32_t total, std::span<OwnerRow const> 
   sorted.reserve(rows.size());
   for (OwnerRow const& row : rows) {
     if (row.rank < 0 || row.rank >= world_size) {
-      throw std::invalid_argument(name + ": rank must be in [0, " + to_string(world_size) + "), got " + to_string(row.rank));
+      throw std::invalid_argument(name + ": rank must be in [0, " + to_string(world_size) + "), got " +
+                                  to_string(row.rank));
     }
     if (row.begin > row.end || row.begin < 0 || row.end > total) {
       throw std::invalid_argument(name + ": range [" + to_string(row.begin) + ", " + to_string(row.end) + ") of rank " +
@@ -66,8 +66,8 @@ Owners make_owners(int32_t world_size, int32_t total, std::span<OwnerRow const> 
   for (int32_t const i : owners.by_begin) {
     Run const& run = owners.runs[static_cast<size_t>(i)];
     if (run.begin < expected) {
-      throw std::invalid_argument(name + ": token " + to_string(run.begin) + " is owned more than once (again by rank " +
-                                  to_string(run.rank) + ")");
+      throw std::invalid_argument(name + ": token " + to_string(run.begin) +
+                                  " is owned more than once (again by rank " + to_string(run.rank) + ")");
     }
     if (run.begin > expected) throw std::invalid_argument(name + ": token " + to_string(expected) + " has no owner");
     expected = run.end;

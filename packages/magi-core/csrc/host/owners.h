@@ -23,9 +23,9 @@ struct Run {
 
 struct Owners {
   int32_t world_size = 0, total = 0;
-  std::vector<Run> runs;         // sorted by (rank, begin), touching runs of a rank fused
-  std::vector<int32_t> offsets;  // runs of rank r: [offsets[r], offsets[r + 1])
-  std::vector<int32_t> by_begin; // indices into runs, ascending global begin: a partition of [0, total)
+  std::vector<Run> runs;          // sorted by (rank, begin), touching runs of a rank fused
+  std::vector<int32_t> offsets;   // runs of rank r: [offsets[r], offsets[r + 1])
+  std::vector<int32_t> by_begin;  // indices into runs, ascending global begin: a partition of [0, total)
 
   std::span<Run const> of(int32_t rank) const {
     auto const first = static_cast<size_t>(offsets[static_cast<size_t>(rank)]);

@@ -85,8 +85,10 @@ std::vector<Range> joined(std::span<std::vector<Range> const> pieces, std::span<
   std::sort(all.begin(), all.end(), [](Range const& a, Range const& b) { return a.begin < b.begin; });
   size_t kept = 0;
   for (size_t i = 1; i < all.size(); ++i) {
-    if (all[i].begin == all[kept].end) all[kept].end = all[i].end;
-    else all[++kept] = all[i];
+    if (all[i].begin == all[kept].end)
+      all[kept].end = all[i].end;
+    else
+      all[++kept] = all[i];
   }
   if (!all.empty()) all.resize(kept + 1);
   return all;
@@ -154,7 +156,7 @@ std::vector<Borders> best_borders(Measured const& m, int64_t local_area, size_t 
   for (size_t d = 0; d < max_degree; ++d) {
     if (d > 0) {
       next.assign(width * width, kUnreachable);
-      for (size_t i = d; i < n; ++i) {      // the last stage begins here; the one before is (h, i)
+      for (size_t i = d; i < n; ++i) {  // the last stage begins here; the one before is (h, i)
         for (size_t j = i + 1; j <= n; ++j) {
           for (size_t h = d - 1; h < i; ++h) {
             if (cost[at(h, i)] >= kUnreachable) continue;

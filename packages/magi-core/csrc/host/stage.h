@@ -21,10 +21,10 @@ struct StageOptions {
   int32_t min_chunk_size = 512;  // smallest piece, tokens
   int32_t max_num_chunks = 64;   // most pieces of a rank
   StageAlg alg = StageAlg::kUniform;
-  bool shuffle = false;          // deal pieces in an order drawn from `seed` (uniform only)
+  bool shuffle = false;  // deal pieces in an order drawn from `seed` (uniform only)
   uint64_t seed = 0;
-  int64_t pair_cost_fs = 50'000;         // computing one (query, key) pair, all heads
-  int64_t token_cost_fs = 15'000'000;    // receiving one key and value token
+  int64_t pair_cost_fs = 50'000;               // computing one (query, key) pair, all heads
+  int64_t token_cost_fs = 15'000'000;          // receiving one key and value token
   int64_t transfer_start_fs = 20'000'000'000;  // starting a transfer
   int64_t compute_start_fs = 5'000'000'000;    // starting a stage's kernel
 };

@@ -9,8 +9,10 @@ std::vector<Range> merged(std::vector<Range> ranges) {
   std::sort(ranges.begin(), ranges.end(), [](Range const& a, Range const& b) { return a.begin < b.begin; });
   size_t kept = 0;
   for (size_t i = 1; i < ranges.size(); ++i) {
-    if (ranges[i].begin <= ranges[kept].end) ranges[kept].end = std::max(ranges[kept].end, ranges[i].end);
-    else ranges[++kept] = ranges[i];
+    if (ranges[i].begin <= ranges[kept].end)
+      ranges[kept].end = std::max(ranges[kept].end, ranges[i].end);
+    else
+      ranges[++kept] = ranges[i];
   }
   if (!ranges.empty()) ranges.resize(kept + 1);
   return ranges;
@@ -36,8 +38,10 @@ std::vector<Range> intersection(std::span<Range const> a, std::span<Range const>
   for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
     int32_t const begin = std::max(a[i].begin, b[j].begin), end = std::min(a[i].end, b[j].end);
     if (begin < end) out.push_back({begin, end});
-    if (a[i].end < b[j].end) ++i;
-    else ++j;
+    if (a[i].end < b[j].end)
+      ++i;
+    else
+      ++j;
   }
   return out;
 }

@@ -30,8 +30,8 @@ struct RowPiece {
 std::vector<RowPiece> clip_to_runs(std::span<Band const> bands, std::span<Range const> runs);
 
 struct RankNeeds {
-  int64_t area = 0;             // visible pairs of the rank's own query rows
-  std::vector<Range> remote;    // keys seen and not owned, merged, ascending
+  int64_t area = 0;           // visible pairs of the rank's own query rows
+  std::vector<Range> remote;  // keys seen and not owned, merged, ascending
 };
 
 // For every rank what it computes and what it must receive.

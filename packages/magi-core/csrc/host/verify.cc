@@ -48,7 +48,8 @@ void check_inside(std::span<Band const> bands, int64_t num_q, int64_t num_k, std
   for (Band const& b : bands) {
     if (b.q0 < 0 || b.q0 >= b.q1 || b.q1 > num_q || b.k0 < 0 || b.k0 >= b.k1 || b.k1 > num_k || b.lo > b.hi) {
       fail(where + ": band q [" + to_string(b.q0) + ", " + to_string(b.q1) + ") k [" + to_string(b.k0) + ", " +
-           to_string(b.k1) + ") is empty or lies outside " + to_string(num_q) + " queries x " + to_string(num_k) + " keys");
+           to_string(b.k1) + ") is empty or lies outside " + to_string(num_q) + " queries x " + to_string(num_k) +
+           " keys");
     }
   }
 }
@@ -67,7 +68,8 @@ std::vector<int32_t> tokens_of(std::span<Run const> runs) {
 void verify_dist_plan(DistPlan const& plan, std::span<RankPlan const> plans) {
   auto const world = static_cast<size_t>(plan.world_size);
   auto const num_stages = static_cast<size_t>(plan.num_stages);
-  if (plans.size() != world) fail("it has " + to_string(plans.size()) + " rank plans for " + to_string(world) + " ranks");
+  if (plans.size() != world)
+    fail("it has " + to_string(plans.size()) + " rank plans for " + to_string(world) + " ranks");
   std::vector<std::vector<int32_t>> own_k(world);
   std::vector<int32_t> owner_of_key(static_cast<size_t>(plan.total_k), -1);
   for (size_t r = 0; r < world; ++r) {
@@ -75,12 +77,14 @@ void verify_dist_plan(DistPlan const& plan, std::span<RankPlan const> plans) {
     for (int32_t const t : own_k[r]) owner_of_key[static_cast<size_t>(t)] = static_cast<int32_t>(r);
   }
 
-  // Receives: from the owner, ascending, once, and never what the rank holds. keys[r][s]: global key of each buffer slot.
+  // Receives: from the owner, ascending, once, and never what the rank holds. keys[r][s]: global key of each buffer
+  // slot.
   std::vector<std::vector<std::vector<int32_t>>> keys(world, std::vector<std::vector<int32_t>>(num_stages));
   for (size_t r = 0; r < world; ++r) {
     auto const rank = static_cast<int32_t>(r);
     if (plans[r].stages.size() != num_stages) {
-      fail("rank " + to_string(r) + " has " + to_string(plans[r].stages.size()) + " stages, the plan " + to_string(num_stages));
+      fail("rank " + to_string(r) + " has " + to_string(plans[r].stages.size()) + " stages, the plan " +
+           to_string(num_stages));
     }
     std::vector<bool> received(static_cast<size_t>(plan.total_k), false);
     for (size_t s = 0; s < num_stages; ++s) {
@@ -138,7 +142,7 @@ void verify_dist_plan(DistPlan const& plan, std::span<RankPlan const> plans) {
         auto const [a, b] = std::mismatch(wanted.begin(), wanted.end(), sent[dst].begin(), sent[dst].end());
         fail(where + ": sends " + to_string(sent[dst].size()) + " keys to rank " + to_string(dst) + ", which expects " +
              to_string(wanted.size()) + "; the first difference: " +
-             (a == wanted.end() ? "an unwanted key " + to_string(*b)
+             (a == wanted.end()      ? "an unwanted key " + to_string(*b)
               : b == sent[dst].end() ? "key " + to_string(*a) + " is missing"
                                      : "key " + to_string(*b) + " in place of " + to_string(*a)));
       }
@@ -201,13 +205,14 @@ void verify_dist_plan(DistPlan const& plan, std::span<RankPlan const> plans) {
       if (i + 1 < events.size() && events[i + 1].k == events[i].k) continue;
       if (cover == 0) continue;
       fail("pair (q " + to_string(row) + ", k " + to_string(events[i].k) + ") on rank " + to_string(rank) +
-           (cover > 0 ? " is computed " + to_string(cover) + " time(s) too few" : " is computed " + to_string(-cover) +
-                                                                                 " time(s) too often"));
+           (cover > 0 ? " is computed " + to_string(cover) + " time(s) too few"
+                      : " is computed " + to_string(-cover) + " time(s) too often"));
     }
   }
   for (size_t r = 0; r < world; ++r) {
     if (areas[r] != plan.areas[r]) {
-      fail("area of rank " + to_string(r) + " is " + to_string(areas[r]) + ", the plan says " + to_string(plan.areas[r]));
+      fail("area of rank " + to_string(r) + " is " + to_string(areas[r]) + ", the plan says " +
+           to_string(plan.areas[r]));
     }
     for (size_t s = 0; s < num_stages; ++s) {
       auto const idle = std::find(used[r][s].begin(), used[r][s].end(), false);

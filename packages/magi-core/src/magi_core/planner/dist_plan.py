@@ -117,7 +117,7 @@ class DistPlan:
     @property
     def buffer(self) -> Int64Array:
         """``(num_words,)`` int64, read-only; serialise this."""
-        view = self._words.view()
+        view: Int64Array = self._words.view()
         view.setflags(write=False)
         return view
 
@@ -155,7 +155,8 @@ class DistPlan:
 
     def _section(self, name: str, count: int, width: int) -> Int64Array:
         first = self._header[name]
-        return self._words[first : first + count * width].reshape(count, width)
+        section: Int64Array = self._words[first : first + count * width].reshape(count, width)
+        return section
 
     @cached_property
     def bands(self) -> Bands:

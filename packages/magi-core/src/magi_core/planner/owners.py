@@ -79,7 +79,8 @@ class Owners:
         return self._rows
 
     def _table3(self) -> Int32Array:
-        return self._rows[:, :3].copy()
+        rows: Int32Array = self._rows[:, :3].copy()
+        return rows
 
     def _rank(self, rank: int) -> int:
         return checked_int(rank, "rank", minimum=0, maximum=self.world_size - 1)
