@@ -170,6 +170,94 @@ def checks():
     print("ALL OK" if good else "SOME FAILED", flush=True)
 
 
+def backward(q, k, v, dout, out, lse, plan, scale, softcap=0.0, dlse=None, float_kv=False):
+    delta = torch.full_like(lse, float("nan"))
+    lib["attn_bwd_prepare"](delta, dout, out, lse, dlse)
+    ws = torch.zeros(lib["dq_workspace_words"](*q.shape), device=dev)
+    kv = torch.float32 if float_kv else k.dtype
+    dk, dv = (torch.full(x.shape, float("nan"), device=dev, dtype=kv) for x in (k, v))
+    lib["attn_bwd"](ws, dk, dv, dout, q, k, v, lse, delta, plan, scale, softcap, 0, 0)
+    dq = torch.full_like(q, float("nan"))
+    lib["dq_convert"](dq, ws)
+    return dq, dk, dv
+
+
+def check_bwd(name, slices, tq, tk, hq, hk, d, dtype, softcap=0.0, core=True, many=False, with_dlse=False, float_kv=False):
+    q, dout = (torch.randn(tq, hq, d, device=dev).to(dtype) for _ in range(2))
+    k, v = (torch.randn(tk, hk, d, device=dev).to(dtype) for _ in range(2))
+    scale = d**-0.5
+    seen = sm90_plan.dense(sm90_plan.bands_of(slices), tq, tk)
+    dead = torch.from_numpy(seen.sum(0) == 0).to(dev)
+    k[dead], v[dead] = float("nan"), float("nan")
+    plan = make_plan(slices, tq, tk, hq, hk, core, many)
+    dlse = torch.randn(tq, hq, device=dev) if with_dlse else None
+    out, lse = run(q, k, v, plan, scale, softcap)
+    dq, dk, dv = backward(q, k, v, dout, out, lse, plan, scale, softcap, dlse, float_kv)
+    torch.cuda.synchronize()
+    k, v = torch.nan_to_num(k), torch.nan_to_num(v)
+
+    def grads(cast):
+        qq, kk, vv = (cast(x).detach().requires_grad_() for x in (q, k, v))
+        g = hq // hk
+        kr, vr = kk.repeat_interleave(g, 1), vv.repeat_interleave(g, 1)
+        s = torch.einsum("qhd,khd->hqk", qq, kr) * scale
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap)
+        w = torch.from_numpy(seen).to(dev)
+        s = s.masked_fill(w == 0, -1e30 if s.dtype == torch.float64 else -3e4)
+        live = torch.from_numpy(seen.sum(1) > 0).to(dev)
+        l2 = torch.logsumexp(s.double(), -1)
+        p = torch.softmax(s.double() if s.dtype == torch.float64 else s.float(), -1).to(s.dtype) * live[None, :, None]
+        o = torch.einsum("hqk,khd->qhd", p, vr)
+        loss = (o.double() * dout.double()).sum()
+        if dlse is not None:
+            loss = loss + (torch.where(live[None], l2, torch.zeros_like(l2)).t() * dlse.double()).sum()
+        return torch.autograd.grad(loss, (qq, kk, vv))
+
+    exact, same = grads(lambda x: x.double()), grads(lambda x: x)
+    ok, text = True, ""
+    for label, got, e, b in zip(("dq", "dk", "dv"), (dq, dk, dv), exact, same):
+        err, base = (got.double() - e).abs().max().item(), (b.double() - e).abs().max().item()
+        ok &= bool(torch.isfinite(got).all()) and err <= 2 * base + torch.finfo(dtype).eps * e.abs().max().item()
+        text += f" {label} {err:.2e}/{base:.2e}"
+    print(f"{'ok  ' if ok else 'FAIL'} bwd {name:24s} d{d} {str(dtype)[6:]:9s}{text}", flush=True)
+    return ok
+
+
+def bwd_checks():
+    m = masks_module()
+    bf = torch.bfloat16
+    good = True
+    for d in (128, 64, 96, 40):
+        good &= check_bwd("full 64x128", [(0, 64, 0, 128, 0)], 64, 128, 1, 1, d, bf)
+        good &= check_bwd("full 300", [(0, 300, 0, 300, 0)], 300, 300, 4, 2, d, bf)
+        good &= check_bwd("causal 1000", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, bf)
+        good &= check_bwd("dlse, float dk", [(0, 500, 0, 700, 1)], 500, 700, 4, 2, d, bf, with_dlse=True, float_kv=True)
+    good &= check_bwd("softcap", [(0, 500, 0, 700, 1)], 500, 700, 3, 1, 128, bf, softcap=15.0)
+    good &= check_bwd("nothing", [], 200, 300, 4, 2, 128, bf)
+    good &= check_bwd("split", [(0, 5000, 0, 100, 0)], 5000, 100, 8, 1, 128, bf)
+    rng = np.random.default_rng(2)
+    for i in range(12):
+        tq, tk = int(rng.integers(1, 1500)), int(rng.integers(1, 1500))
+        good &= check_bwd(f"random {i}", random_slices(rng, tq, tk, int(rng.integers(1, 20))), tq, tk, 4, 2, 128, bf)
+    for kind in m.KINDS + m.ODD:
+        good &= check_bwd(kind, m.make(kind, 2049), 2049, 2049, 2, 1, 128, bf)
+    print("BWD ALL OK" if good else "BWD SOME FAILED", flush=True)
+
+
+def bwd_timings(sizes=(8192, 16384), d=128, hq=64, hk=8):
+    m = masks_module()
+    for s in sizes:
+        q, dout = (torch.randn(s, hq, d, device=dev).to(torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(s, hk, d, device=dev).to(torch.bfloat16) for _ in range(2))
+        for kind in m.KINDS:
+            sl = m.make(kind, s)
+            plan = make_plan(sl, s, s, hq, hk)
+            out, lse = run(q, k, v, plan, d**-0.5)
+            ms = timed(lambda: backward(q, k, v, dout, out, lse, plan, d**-0.5), 8)
+            print(f"bwd  {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {10 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s", flush=True)
+
+
 def timed(f, n=20):
     for _ in range(3):
         f()
@@ -203,6 +291,10 @@ if __name__ == "__main__":
             checks()
         elif what == "time":
             timings()
+        elif what == "bwd":
+            bwd_checks()
+        elif what == "bwdtime":
+            bwd_timings()
         elif what == "quick":
             HEAD_DIMS = ((128, 128),)
             checks()

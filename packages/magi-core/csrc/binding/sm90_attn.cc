@@ -204,10 +204,123 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
   check_status("attn_fwd", kernel->launcher(params, tensors, ctas, stream));
 }
 
+int dq_row_capacity(int64_t total_q) { return int((total_q + 63) / 64 * 64); }
+int dq_num_blocks(int64_t head_dim) { return int((head_dim + 63) / 64 * 2); }
+
+int64_t dq_workspace_words(int64_t total_q, int64_t num_heads_q, int64_t head_dim) {
+  return num_heads_q * dq_num_blocks(head_dim) * dq_row_capacity(total_q) * 32;
+}
+
+attn::DqWorkspace dq_workspace_of(ffi::TensorView workspace, ffi::TensorView q) {
+  check_dtype("dq_workspace", workspace, kDLFloat, 32);
+  check_device("dq_workspace", workspace, q);
+  int64_t const words = dq_workspace_words(q.size(0), q.size(1), q.size(2));
+  MAGI_CHECK(workspace.ndim() == 1 && workspace.size(0) >= words && (words == 0 || workspace.stride(0) == 1), ValueError)
+      << "dq_workspace must hold dq_workspace_words = " << words << " contiguous words, got " << shape_text(workspace);
+  return {static_cast<float*>(data_of(workspace)), dq_num_blocks(q.size(2)), dq_row_capacity(q.size(0))};
+}
+
+void dq_convert(ffi::TensorView dq, ffi::TensorView workspace) {
+  int const device = cuda_device_of("dq", dq);
+  check_rank("dq", dq, 3);
+  bool const is_float = dq.dtype().code == kDLFloat && dq.dtype().bits == 32;
+  attn::ElementType const element = is_float ? attn::ElementType::kBfloat16 : element_of("dq", dq);
+  check_last_dim_contiguous("dq", dq);
+  MAGI_CHECK(dq.size(2) % 8 == 0 && dq.stride(0) % 4 == 0 && dq.stride(1) % 4 == 0, ValueError)
+      << "dq must have a head_dim that is a multiple of 8 and aligned rows, got " << shape_text(dq);
+  attn::DqConvertParams params{};
+  params.dq = dq_workspace_of(workspace, dq);
+  params.out = data_of(dq);
+  copy_strides(params.out_strides, dq);
+  params.total_q = int(dq.size(0)), params.num_heads = int(dq.size(1)), params.head_dim = int(dq.size(2));
+  params.is_float = is_float;
+  check_status("dq_convert", attn::launch_dq_convert(params, element, stream_of(device)));
+}
+
+// A gradient of k or v: the element type or float32, rows aligned for wide stores.
+bool check_gradient(char const* name, ffi::TensorView t, char const* like_name, ffi::TensorView like) {
+  check_same_shape(name, t, like_name, like);
+  check_device(name, t, like);
+  bool const is_float = t.dtype().code == kDLFloat && t.dtype().bits == 32;
+  if (!is_float) check_dtype_of(name, t, like_name, like);
+  check_last_dim_contiguous(name, t);
+  MAGI_CHECK(t.numel() == 0 || (reinterpret_cast<uintptr_t>(data_of(t)) % 16 == 0 && t.size(2) % 8 == 0 &&
+                                t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0),
+             ValueError)
+      << name << " must start on 16 bytes, with head_dim and strides that are multiples of 8, got " << shape_text(t);
+  return is_float;
+}
+
+void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::TensorView dout, ffi::TensorView q,
+              ffi::TensorView k, ffi::TensorView v, ffi::TensorView lse, ffi::TensorView delta, ffi::TensorView plan,
+              double softmax_scale, double softcap, int64_t deterministic, int64_t sm_margin) {
+  int const device = cuda_device_of("q", q);
+  attn::ElementType const element = element_of("q", q);
+  check_qkv(q, k, v);
+  check_plan(plan, q);
+  check_rank("dout", dout, 3);
+  check_dtype_of("dout", dout, "q", q);
+  check_device("dout", dout, q);
+  MAGI_CHECK(dout.size(0) == q.size(0) && dout.size(1) == q.size(1) && dout.size(2) == v.size(2), ValueError)
+      << "dout must have shape (" << q.size(0) << ", " << q.size(1) << ", " << v.size(2) << "), got " << shape_text(dout);
+  check_row_stats("lse", lse, q);
+  check_row_stats("delta", delta, q);
+  check_device("lse", lse, q);
+  check_device("delta", delta, q);
+  MAGI_CHECK(softmax_scale > 0, ValueError) << "softmax_scale must be positive here (the caller negates q), got "
+                                            << softmax_scale;
+  MAGI_CHECK(softcap >= 0, ValueError) << "softcap must not be negative, got " << softcap;
+  MAGI_CHECK(deterministic == 0, NotImplementedError)
+      << "deterministic=True has no sm90 backward kernel yet; backend=\"reference\" is deterministic on any device";
+
+  attn::BwdParams params{};
+  params.plan = static_cast<int32_t const*>(data_of(plan));
+  params.dq = dq_workspace_of(dq, q);
+  params.is_dk_float = check_gradient("dk", dk, "k", k);
+  params.is_dv_float = check_gradient("dv", dv, "v", v);
+  params.dk = data_of(dk), params.dv = data_of(dv);
+  copy_strides(params.dk_strides, dk);
+  copy_strides(params.dv_strides, dv);
+  params.num_heads_q = int(q.size(1)), params.num_heads_kv = int(k.size(1));
+  params.head_dim = int(q.size(2)), params.head_dim_v = int(v.size(2));
+  params.softmax_scale = float(softmax_scale), params.softcap = float(softcap);
+  attn::BwdEntry const* const kernel =
+      find_kernel(attn::bwd_entries(), {element, params.head_dim, params.head_dim_v, softcap > 0});
+  attn::BwdTensors tensors{operand("q", q), operand("k", k), operand("v", v), operand("dout", dout), nullptr};
+  if (k.size(0) == 0) return;
+  cudaStream_t const stream = stream_of(device);
+  int const capacity = std::max(params.dq.row_capacity, 64);
+  ffi::Tensor rows = device_words(q, int64_t(2) * params.num_heads_q * capacity);
+  tensors.rows = static_cast<float const*>(rows.data_ptr());
+  params.dq.row_capacity = capacity;
+  if (q.size(0) > 0) {
+    attn::RowStatsParams stats{};
+    stats.lse = static_cast<float const*>(data_of(lse)), stats.delta = static_cast<float const*>(data_of(delta));
+    stats.rows = static_cast<float*>(rows.data_ptr());
+    copy_strides(stats.lse_strides, lse);
+    copy_strides(stats.delta_strides, delta);
+    stats.total_q = int(q.size(0)), stats.num_heads = params.num_heads_q, stats.row_capacity = capacity;
+    check_status("attn_bwd", attn::launch_row_stats(stats, stream));
+  }
+  int const ctas = num_ctas(device, sm_margin);
+  params.split_capacity = 4 * std::max(132, ctas + int(sm_margin));
+  ffi::Tensor flags = device_words(q, 4);
+  ffi::Tensor parts =
+      device_words(q, int64_t(params.split_capacity) * 128 * (kernel->key.head_dim + kernel->key.head_dim_v));
+  params.counter = static_cast<int32_t*>(flags.data_ptr());
+  params.split_workspace = static_cast<float*>(parts.data_ptr());
+  check_status("attn_bwd", cudaMemsetAsync(params.counter, 0, 16, stream));
+  check_status("attn_bwd", kernel->launcher(params, tensors, ctas, stream));
+  check_status("attn_bwd", attn::launch_bwd_splits(params, kernel->key, stream));
+}
+
 }  // namespace
 }  // namespace magi::binding
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(magi_version, magi::binding::magi_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(magi_plan_format, magi::binding::magi_plan_format);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_fwd, magi::binding::attn_fwd);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_bwd, magi::binding::attn_bwd);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(dq_convert, magi::binding::dq_convert);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(dq_workspace_words, magi::binding::dq_workspace_words);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_bwd_prepare, magi::binding::attn_bwd_prepare);

@@ -43,4 +43,20 @@ struct FwdEntry {
 };
 FwdEntry const*& fwd_entries();
 
+struct BwdTensors {
+  TokenTensor q, k, v, dout;
+  float const* rows;  // RowStatsParams::rows
+};
+using BwdLauncher = cudaError_t (*)(BwdParams const&, BwdTensors const&, int num_ctas, cudaStream_t);
+struct BwdEntry {
+  KernelKey key;
+  BwdLauncher launcher;
+  BwdEntry const* next;
+};
+BwdEntry const*& bwd_entries();
+
+cudaError_t launch_row_stats(RowStatsParams const& params, cudaStream_t stream);
+cudaError_t launch_bwd_splits(BwdParams const& params, KernelKey const& key, cudaStream_t stream);
+cudaError_t launch_dq_convert(DqConvertParams const& params, ElementType element, cudaStream_t stream);
+
 }  // namespace magi::attn

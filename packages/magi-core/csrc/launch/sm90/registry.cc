@@ -7,4 +7,9 @@ FwdEntry const*& fwd_entries() {
   return first;
 }
 
+BwdEntry const*& bwd_entries() {
+  static BwdEntry const* first = nullptr;
+  return first;
+}
+
 }  // namespace magi::attn

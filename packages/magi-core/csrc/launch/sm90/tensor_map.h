@@ -9,14 +9,19 @@
 
 namespace magi::attn {
 
-// A 16-bit (token, head, dim) tensor, read in boxes of 64 dims x rows tokens, 128-byte swizzled, zeros outside.
-inline cudaError_t make_tensor_map(CUtensorMap* map, ElementType element, TokenTensor const& t, int rows) {
+inline auto tensor_map_encoder() {
   static auto const encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
+  return encode;
+}
+
+// A 16-bit (token, head, dim) tensor, read in boxes of 64 dims x rows tokens, 128-byte swizzled, zeros outside.
+inline cudaError_t make_tensor_map(CUtensorMap* map, ElementType element, TokenTensor const& t, int rows) {
+  auto const encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   auto const stride = [&](int64_t extent, int64_t elements) { return extent > 1 ? uint64_t(elements) * 2 : 16; };
   cuuint64_t const sizes[3] = {cuuint64_t(t.dim), cuuint64_t(t.tokens > 0 ? t.tokens : 1), cuuint64_t(t.heads)};
@@ -26,6 +31,18 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, ElementType element, TokenT
       map, element == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
       const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A float32 (row of heads, capacity) matrix, read in boxes of one head and `rows` entries from any entry on.
+inline cudaError_t make_row_map(CUtensorMap* map, float const* data, int capacity, int heads, int rows) {
+  auto const encode = tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  cuuint64_t const sizes[2] = {cuuint64_t(capacity), cuuint64_t(heads)}, strides[1] = {cuuint64_t(capacity) * 4};
+  cuuint32_t const box[2] = {cuuint32_t(rows), 1}, steps[2] = {1, 1};
+  CUresult const status = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(data), sizes, strides, box,
+                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

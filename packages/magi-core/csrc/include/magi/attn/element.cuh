@@ -42,4 +42,19 @@ __device__ __forceinline__ uint32_t clear_nonfinite<__half>(uint32_t pair) {
   return pair;
 }
 
+// A 4 x 4 transpose among the four lanes of a quad: register s of lane t becomes register t of lane s.
+__device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
+  int const t = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if ((b & bit) != 0) continue;
+      bool const upper = (t & bit) != 0;
+      uint32_t const got = __shfl_xor_sync(0xffffffffu, upper ? r[b] : r[b + bit], bit);
+      (upper ? r[b] : r[b + bit]) = got;
+    }
+  }
+}
+
 }  // namespace magi::attn

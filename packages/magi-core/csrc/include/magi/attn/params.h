@@ -32,4 +32,45 @@ struct FwdParams {
   float softmax_scale, softcap;
 };
 
+// The accumulator of dq: blocks of 32 columns, each (row_capacity) rows of 32 words,
+//   word(head, dim, row) = ((head * num_blocks + dim / 32) * row_capacity + row) * 32 + 4 * chunk + dim % 4
+//   with chunk = dim / 4 % 8 ^ 2 * (row % 4),
+// so that 64 rows from any row on are contiguous for the copy engine, and writing a warpgroup's accumulators into such
+// a block in shared memory meets no bank conflict.
+struct DqWorkspace {
+  float* words;
+  int num_blocks;    // head_dim rounded up to 64, over 32
+  int row_capacity;  // total_q rounded up to 64
+};
+
+struct BwdParams {
+  int32_t const* plan;
+  DqWorkspace dq;
+  void *dk, *dv;              // (total_k, num_heads_kv, head_dim / head_dim_v); every element is stored
+  bool is_dk_float, is_dv_float;  // float32 instead of the element type
+  int64_t dk_strides[2], dv_strides[2];
+  int32_t* counter;           // one zeroed word
+  int32_t* split_arrivals;    // zeroed, two words for each workspace slot and kv head
+  float* split_workspace;     // split_capacity pairs of (dk, dv), each 128 * (head dims as compiled) words
+  int split_capacity;
+  int num_heads_q, num_heads_kv, head_dim, head_dim_v;
+  float softmax_scale, softcap;
+};
+
+// lse and delta as (2, num_heads_q, row_capacity), for the copy engine: lse in base 2, +inf where a row has no gradient.
+struct RowStatsParams {
+  float const *lse, *delta;
+  float* rows;
+  int64_t lse_strides[2], delta_strides[2];
+  int total_q, num_heads, row_capacity;
+};
+
+struct DqConvertParams {
+  DqWorkspace dq;
+  void* out;  // (total_q, num_heads_q, head_dim)
+  int64_t out_strides[2];
+  int total_q, num_heads, head_dim;
+  bool is_float;
+};
+
 }  // namespace magi::attn

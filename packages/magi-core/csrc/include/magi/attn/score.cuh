@@ -23,6 +23,7 @@ struct Scaled {
   __device__ __forceinline__ Scaled(float softmax_scale, float) : softmax_scale(softmax_scale) {}
   static constexpr bool kIsIdentity = true;
   __device__ __forceinline__ float operator()(float x) const { return x; }
+  __device__ __forceinline__ float slope(float) const { return 1.0f; }  // d result / d (softmax_scale * x)
   __device__ __forceinline__ float natural() const { return softmax_scale; }  // result -> score, natural log
   __device__ __forceinline__ float log2() const { return softmax_scale * kLog2e; }
 };
@@ -34,6 +35,10 @@ struct Softcapped {
       : softcap(softcap), factor(softmax_scale / softcap) {}
   static constexpr bool kIsIdentity = false;
   __device__ __forceinline__ float operator()(float x) const { return softcap * tanh_approx(x * factor); }
+  __device__ __forceinline__ float slope(float score) const {
+    float const t = score / softcap;
+    return 1.0f - t * t;
+  }
   __device__ __forceinline__ float natural() const { return 1.0f; }
   __device__ __forceinline__ float log2() const { return kLog2e; }
 };

@@ -661,16 +661,7 @@ struct FwdKernel {
             int const i = (c + 8 * b) / 2 + 2 * h;
             r[b] = pack<Element>(out[i] * factor[h], out[i + 1] * factor[h]);
           }
-#pragma unroll
-          for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-              if ((b & bit) != 0) continue;
-              bool const upper = (t & bit) != 0;
-              uint32_t const got = __shfl_xor_sync(0xffffffffu, upper ? r[b] : r[b + bit], bit);
-              (upper ? r[b] : r[b + bit]) = got;
-            }
-          }
+          transpose_quad(r);
           if (is_live && c + 8 * t < p.head_dim_v) {
             *reinterpret_cast<uint4*>(to + c + 8 * t) = uint4{r[0], r[1], r[2], r[3]};
           }

@@ -5,7 +5,7 @@ PTX wants every accumulator register spelt out, so the text is generated. Run: p
 
 from pathlib import Path
 
-SHAPES = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+SHAPES = (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 ELEMENTS = {"__nv_bfloat16": "bf16", "__half": "f16"}
 
 

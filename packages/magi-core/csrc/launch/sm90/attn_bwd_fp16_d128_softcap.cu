@@ -1,0 +1,3 @@
+#include "launch/sm90/attn_bwd.cuh"
+
+static magi::attn::BwdRegistration<magi::attn::BwdTraits<__half, 128, 128, magi::attn::Softcapped>> const registration;
