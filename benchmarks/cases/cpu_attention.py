@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def _causal() -> Setup:
 
 def _window_of(share: float, total: int) -> int:
     """Keys per row of a causal window that shows ``share`` of ``total ** 2`` pairs."""
-    return round(total * (1 - (1 - 2 * share) ** 0.5))
+    return int(total * (1 - math.sqrt(1 - 2 * share)))
 
 
 def _narrow() -> Setup:
