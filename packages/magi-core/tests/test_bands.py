@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magi_core.bands import Bands
+from magi_core.builders import from_dense
 
 N = 14
 BIG = 2**31 - 1
@@ -114,6 +115,7 @@ def test_equal_masks_have_equal_digests(kept, data):
     canonical = bands.canonical()
     assert (canonical.to_counts(N, N) == counts(kept)).all()
     assert canonical.canonical() == canonical
+    assert canonical == from_dense(canonical.to_dense(N, N))[0], "a function of the cells alone"
     pieces = bands
     for axis in data.draw(st.lists(st.sampled_from("qk"), max_size=4)):
         at = data.draw(st.integers(0, N))
@@ -170,6 +172,21 @@ def test_causal_pieces_fuse():
     assert pieces.canonical() == whole and pieces.digest == whole.digest
     window = Bands.from_slices([(0, 4), (4, 10)], [(0, 4), (1, 10)], ["causal", "bi_causal"])
     assert len(window.canonical()) == 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 5, 0, 5, -BIG, 0), (0, 5, 5, 8, -BIG, BIG)],  # touch in the last row only
+        [(0, 9, 0, 9, -BIG, 0), (0, 5, 5, 8, -BIG, BIG)],  # touch in the last row of one, the other goes on
+        [(0, 5, 0, 4, -BIG, BIG), (0, 5, 4, 9, 4, BIG)],  # touch in the first row only
+        [(0, 5, 0, 5, -BIG, 0), (4, 9, 5, 9, -BIG, BIG)],  # one row in common, and it joins them
+        [(0, 6, 0, 3, -BIG, BIG), (0, 6, 3, 9, 3, 5), (0, 6, 9, 12, -BIG, BIG)],  # moves from one side to the other
+    ],
+)
+def test_bands_that_touch_in_one_row(rows):
+    bands = Bands(rows)
+    assert bands.canonical() == from_dense(bands.to_dense(N, N))[0]
 
 
 def test_largest_coordinates():

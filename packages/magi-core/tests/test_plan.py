@@ -67,6 +67,11 @@ class Executor:
         return self.counts
 
 
+def many_of(jobs, tile):
+    mine = jobs[tile[2] : tile[3]]
+    return mine[mine[:, 2] == MANY]
+
+
 def item_steps(jobs, item, step):
     """Steps of the moving axis that an item walks."""
     _, job_begin, job_end, clip_begin, clip_end, *_ = item
@@ -110,6 +115,11 @@ def check_records(plan):
                 edges = sorted(p[0] for p in parts)
                 assert edges[0] == 0 and sorted(p[1] for p in parts) == [*edges[1:], moving]
         assert slots == h[f"{direction}_split_slots"]
+        many = jobs[jobs[:, 2] == MANY]
+        for clip in np.unique(items[:, 3:5]):
+            tiles_cut = items[(items[:, 3] == clip) | (items[:, 4] == clip), 0]
+            mine = [many_of(jobs, tiles[t]) for t in np.unique(tiles_cut)] if len(many) else []
+            assert not any(((m[:, 0] < clip) & (clip < m[:, 1])).any() for m in mine), "a bit mask is never cut"
         load = [item_steps(jobs, item, step) for item in items.tolist()]
         if direction == "bwd" and group:
             load = [n * (item[6] - item[5]) for n, item in zip(load, items.tolist())]
@@ -282,6 +292,15 @@ def test_backward_splits(mask, heads):
     assert load.max() <= max(np.ceil(mean / 2), 4) + 1
     inner = plan.bwd_items[(plan.bwd_items[:, 3] > 0) | (plan.bwd_items[:, 4] < plan.total_q)]
     assert (inner[:, 6] - inner[:, 5] <= 1).all(), "queries are split only when one head is too long already"
+
+
+def test_splits_do_not_cut_bit_masks():
+    """One key tile over many short documents, with steps shorter than the shared jobs."""
+    pairs = [(q, q + 2, q % 128 // 2 * 2, q % 128 // 2 * 2 + 2, -(2**31), 2**31 - 1) for q in range(0, 4096, 2)]
+    plan = FlexPlan.build(Bands(pairs), 4096, 128, num_heads_q=1, num_heads_kv=1, bwd_block_m=50)
+    assert plan.bwd_tiles[0, 5] > 2 and (plan.bwd_jobs[:, 2] == MANY).any()
+    check_records(plan)
+    check_walk(plan, Bands(pairs).to_counts(4096, 128))
 
 
 def test_splits_depend_on_arguments_only():
