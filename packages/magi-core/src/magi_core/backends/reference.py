@@ -159,7 +159,7 @@ class _Queries:
 
     def scalars(self, x: Tensor) -> Tensor:
         """``x (total_q, num_heads_q)`` as ``(num_heads_kv, group, total_q)``, contiguous."""
-        return x.to(self.dtype).t().contiguous().view(self.num_heads_kv, -1, x.shape[0])
+        return x.to(self.dtype).t().contiguous().view(self.num_heads_kv, x.shape[1] // self.num_heads_kv, x.shape[0])
 
     def read_scalars(self, x: Tensor, rows: slice | Tensor, heads: _Heads) -> Tensor:
         """``x`` from :meth:`scalars` as ``(kv heads, group * rows, 1)``."""
