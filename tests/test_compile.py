@@ -38,7 +38,7 @@ def step(x: Tensor, sink: Tensor, key: api.DistAttnRuntimeKey) -> Tensor:
     """A layer's worth of every call: whole tensor in, whole tensor out."""
     local = api.dispatch(x, key)
     position = api.get_position_ids(key, device=x.device)
-    local = local * (1 + position[:, None, None] * 1e-3)
+    local = local * (1 + position.to(x.dtype)[:, None, None] * 1e-3)
     q, k, v = local, local[:, :KV_HEADS], local[:, KV_HEADS : 2 * KV_HEADS]
     out, meta = api.calc_attn(q, k.contiguous(), v.contiguous(), key, sink, softcap=3.0, return_max_logits=True)
     out = out + api.roll(out, 1, 0, key) * meta.lse.exp().clamp(max=1)[..., None] + meta.max_logits[:, None]

@@ -1,4 +1,4 @@
-"""The distributed road on GPUs: CUDA tensors throughout; NCCL where there are several GPUs, one GPU shared otherwise."""
+"""The distributed road on GPUs: CUDA tensors throughout; NCCL where there are several, one GPU shared otherwise."""
 
 from __future__ import annotations
 

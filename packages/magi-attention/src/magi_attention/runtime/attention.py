@@ -26,7 +26,7 @@ from magi_core.stages import (
     attn_fwd_stage,
     dq_from_workspace,
     new_dq_workspace,
-    sink_backward,
+    sink_backward_from_delta,
 )
 from torch import Tensor
 
@@ -203,21 +203,22 @@ def backward(
     dlse = None if dlse is None else _rows(dlse, runtime.num_q)
     needs_q, needs_kv, needs_sink = needs
 
-    dsink = None
+    fetches = _Fetches(runtime, k, v) if needs_q or needs_kv else None  # on its way while delta is made
+    delta = attn_bwd_prepare(dout, out, lse, dlse, backend=runtime.backend)
+    dsink, dsink_work = None, None
     if needs_sink and full_sink is not None:
         rows = _rows(full_sink, runtime.num_q) if layout == "ssh" else full_sink
-        dsink = sink_backward(dout, out, lse, dlse, rows, layout)
+        dsink = sink_backward_from_delta(delta, lse, rows, layout).contiguous()
         if layout == "ssh":
             dsink = _padded(dsink, full_sink.shape[0])
         elif runtime.dsink_reduce != "none" and runtime.comm.size > 1:
-            dsink = dsink.contiguous()
-            runtime.comm.all_reduce(dsink, op=runtime.dsink_reduce).wait()
-    if not (needs_q or needs_kv):
+            dsink_work = runtime.comm.all_reduce(dsink, op=runtime.dsink_reduce, async_op=True)
+    if fetches is None:
+        if dsink_work is not None:
+            dsink_work.wait()
         return None, None, None, dsink
 
-    fetches = _Fetches(runtime, k, v)
-    delta = attn_bwd_prepare(dout, out, lse, dlse)
-    workspace = new_dq_workspace(q)
+    workspace = new_dq_workspace(q, backend=runtime.backend)
     wide = acc_dtype(k.dtype) if runtime.owes_keys and needs_kv else k.dtype
     dk, dv = k.new_empty(k.shape, dtype=wide), v.new_empty(v.shape, dtype=wide)
     returns: list[Any] = []
@@ -253,7 +254,9 @@ def backward(
                 returns.pop(0).wait()
     for work in returns:
         work.wait()
-    dq = _padded(dq_from_workspace(workspace, q), shard_q) if needs_q else None
+    if dsink_work is not None:
+        dsink_work.wait()
+    dq = _padded(dq_from_workspace(workspace, q, backend=runtime.backend), shard_q) if needs_q else None
     if not needs_kv:
         return dq, None, None, dsink
     return dq, _padded(dk.to(k.dtype), shard_k), _padded(dv.to(v.dtype), shard_k), dsink
