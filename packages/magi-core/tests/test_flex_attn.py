@@ -263,7 +263,7 @@ def test_expanded_and_sliced_gradients():
         grads.append((q.grad, k.grad, v.grad))
     for other in grads[1:]:
         for a, b in zip(grads[0], other, strict=True):
-            assert torch.equal(a, b)
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)  # BLAS may sum in another order at other addresses
 
 
 @pytest.mark.parametrize("layout", ["heads-first", "transposed-last", "offset", "fused-qkv", "expanded-heads"])
@@ -300,7 +300,7 @@ def test_memory_layouts(layout, dtype, tiny_blocks):
 
 
 def test_offsets_past_two_to_the_31():
-    far = 2**31 + 64
+    far = 2**31 + 64  # elements
     try:
         memory = torch.empty(far + 64, dtype=torch.float16)  # never touched but at its ends
     except RuntimeError as error:  # the allocator of a small machine may refuse
