@@ -365,7 +365,8 @@ void queue(QueueOptions const& o, Direction& d) {
     int64_t load;
   };
   std::vector<Queued> items;
-  // Forward workspace: at most four parts of a tile per SM are kept (35 MB at head dim 128); larger parts otherwise.
+  // Workspace: at most four parts of a tile per SM are kept (at head dim 128, 35 MB forward and 69 MB backward), since
+  // kernels are given no more; larger parts otherwise.
   for (;;) {
     items.clear();
     d.split_slots = 0;
@@ -418,7 +419,7 @@ void queue(QueueOptions const& o, Direction& d) {
         }
       }
     }
-    if (o.is_backward || d.split_slots * o.item_heads <= 4 * o.num_sms || limit > longest) break;
+    if (d.split_slots * o.item_heads <= 4 * o.num_sms || limit > longest * heads_inside) break;
     limit += ceil_div(limit, 4);
   }
   std::stable_sort(items.begin(), items.end(), [](Queued const& a, Queued const& b) { return a.load > b.load; });
