@@ -137,7 +137,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 class _Queries:
-    """Blocks of query-side tensors as ``(kv heads, group * rows, dim)`` in the compute dtype; views where they can be."""
+    """Query-side blocks ``(kv heads, group * rows, dim)`` in the compute dtype, folded; views where they can be."""
 
     def __init__(self, num_heads_kv: int, dtype: torch.dtype) -> None:
         self.num_heads_kv, self.dtype = num_heads_kv, dtype
