@@ -121,20 +121,18 @@ bool normal_form(std::span<Band const> bands, std::vector<Band>& out) {
     }
     if (live.empty()) continue;
 
-    // Two neighbours that touch in the slab's first or last row only are one interval there and two elsewhere.
-    bool first_apart = false, last_apart = false;
+    // Two neighbours that touch in the slab's first row only are one interval there and two below. They cannot touch in
+    // its last row only: a gap that closes has a moving end on its left, and a shrunk band's ends stop at an event.
+    bool first_apart = false;
     for (size_t i = 0; i + 1 < live.size(); ++i) {
       Band const &a = at(live[i]), &b = at(live[i + 1]);
       int32_t const gap = columns(b, begin).begin - columns(a, begin).end;
       int32_t const last_gap = columns(b, end - 1).begin - columns(a, end - 1).end;
       if (gap < 0 || last_gap < 0) return false;
-      if (gap != last_gap) {
-        first_apart |= gap == 0;
-        last_apart |= last_gap == 0;
-      }
+      first_apart |= gap == 0 && last_gap != 0;
     }
-    int32_t const cuts[4] = {begin, first_apart ? begin + 1 : begin, last_apart ? end - 1 : end, end};
-    for (int c = 0; c < 3; ++c) {
+    int32_t const cuts[3] = {begin, first_apart ? begin + 1 : begin, end};
+    for (int c = 0; c < 2; ++c) {
       int32_t const from = cuts[c], to = cuts[c + 1];
       if (from >= to) continue;
       intervals.clear();
