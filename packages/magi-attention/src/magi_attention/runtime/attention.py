@@ -200,7 +200,7 @@ def backward(
     q, dout, out = (_tokens(x, runtime.num_q) for x in (q, dout, out))
     k, v = _tokens(k, runtime.num_k), _tokens(v, runtime.num_k)
     lse = _rows(lse, runtime.num_q)
-    dlse = None if dlse is None else _rows(dlse, runtime.num_q)
+    dlse = None if dlse is None else _rows(dlse, runtime.num_q).contiguous()
     needs_q, needs_kv, needs_sink = needs
 
     fetches = _Fetches(runtime, k, v) if needs_q or needs_kv else None  # on its way while delta is made
