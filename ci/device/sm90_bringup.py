@@ -33,7 +33,10 @@ def make_plan(slices, tq, tk, hq, hk, core=True, many=False, **options):
     if core and FlexPlan is not None:
         a = np.array(slices, np.int64).reshape(-1, 5)
         mask = Mask.from_slices(a[:, 0:2], a[:, 2:4], a[:, 4].tolist(), total_q=tq, total_k=tk)
-        return FlexPlan.build(mask, num_heads_q=hq, num_heads_kv=hk, **options).tensor(dev)
+        plan = FlexPlan.build(mask, num_heads_q=hq, num_heads_kv=hk, **options).tensor(dev)
+        if "SECTION" in os.environ:  # an experiment: kv heads of a queue section
+            plan[12] = int(os.environ["SECTION"])
+        return plan
     return torch.from_numpy(sm90_plan.build(slices, tq, tk, many=many)).to(dev)
 
 
@@ -258,8 +261,49 @@ def bwd_timings(sizes=(8192, 16384), d=128, hq=64, hk=8):
             print(f"bwd  {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {10 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s", flush=True)
 
 
-def timed(f, n=20):
-    for _ in range(3):
+def versus(sizes=(8192, 16384), d=128, hq=64, hk=8, rounds=15):
+    """Forward against FlashAttention-3 (fa3-fwd on PYTHONPATH), alternating in this process."""
+    import fa3_fwd_interface as fa3
+
+    m = masks_module()
+    for s in sizes:
+        q = torch.randn(s, hq, d, device=dev).to(torch.bfloat16)
+        k, v = (torch.randn(s, hk, d, device=dev).to(torch.bfloat16) for _ in range(2))
+        for kind in ("full", "causal", "varlen_full", "varlen_causal"):
+            sl = m.make(kind, s)
+            plan = make_plan(sl, s, s, hq, hk)
+            out, lse = torch.empty_like(q), torch.empty(s, hq, device=dev)
+
+            def ours():
+                lib["attn_fwd"](out, None, lse, None, q, k, v, plan, None, 0, d**-0.5, 0.0, 0)
+
+            if kind.startswith("varlen"):
+                cu = torch.tensor(m.cu(m.doc_lengths(s)), dtype=torch.int32, device=dev)
+                longest = max(m.doc_lengths(s))
+
+                def theirs():
+                    return fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=kind == "varlen_causal")
+            else:
+                window = (1023, 0) if kind == "swa_causal" else (-1, -1)
+
+                def theirs():
+                    return fa3.flash_attn_func(q[None], k[None], v[None], causal=kind != "full", window_size=window)
+
+            ours()
+            r = theirs()
+            r = (r[0] if isinstance(r, tuple) else r).reshape(out.shape)
+            diff = (r.float() - out.float()).abs().max().item()
+            a, b = [], []
+            for _ in range(rounds):
+                a.append(timed(ours, 1, 0))
+                b.append(timed(theirs, 1, 0))
+            flop = 4 * m.area(sl) * hq * d / 1e9
+            ta, tb = float(np.median(a)), float(np.median(b))
+            print(f"vs   {kind:14s} S {s:6d} ours {flop / ta:6.1f} fa3 {flop / tb:6.1f} TFLOP/s ratio {tb / ta:.3f} diff {diff:.1e}", flush=True)
+
+
+def timed(f, n=20, warm=3):
+    for _ in range(warm):
         f()
     times = []
     for _ in range(n):
@@ -295,6 +339,8 @@ if __name__ == "__main__":
             bwd_checks()
         elif what == "bwdtime":
             bwd_timings()
+        elif what == "versus":
+            versus()
         elif what == "quick":
             HEAD_DIMS = ((128, 128),)
             checks()

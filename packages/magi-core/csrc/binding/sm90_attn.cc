@@ -8,6 +8,8 @@
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 
 #include "binding/sm90_checks.h"
 #include "launch/sm90/launch.h"
@@ -54,16 +56,83 @@ void attn_bwd_prepare(ffi::TensorView delta, ffi::TensorView dout, ffi::TensorVi
   check_status("attn_bwd_prepare", attn::launch_bwd_prepare(params, element, stream_of(device)));
 }
 
-// A (token, head, dim) operand of the tensor cores.
-attn::TokenTensor operand(char const* name, ffi::TensorView t) {
-  check_last_dim_contiguous(name, t);
-  if (!has_wide_rows(t) && t.numel() > 0) {
-    TVM_FFI_THROW(ValueError) << name << " must start on 16 bytes, with head_dim and strides that are multiples of 8 "
-                              << "(pad a copy otherwise), got shape " << shape_text(t) << ", strides (" << t.stride(0)
-                              << ", " << t.stride(1) << ", " << t.stride(2) << ')';
-  }
-  return {data_of(t), t.size(0), int(t.size(1)), int(t.size(2)), {t.stride(0), t.stride(1)}};
+// 32-bit words on the device of a tensor, from its framework's allocator.
+ffi::Tensor device_words(ffi::TensorView like, int64_t words) {
+  return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({words}), DLDataType{kDLInt, 32, 1}, like.device());
 }
+
+int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+void copy_rows(void const* from, int64_t const* from_strides, int from_dim, void* to, int64_t const* to_strides, int to_dim,
+               ffi::TensorView shape, float factor, attn::ElementType element, bool is_float, cudaStream_t stream) {
+  attn::CopyRowsParams const params{from, to, {from_strides[0], from_strides[1]}, {to_strides[0], to_strides[1]},
+                                    shape.size(0), int(shape.size(1)), from_dim, to_dim, factor};
+  check_status("copy_rows", attn::launch_copy_rows(params, element, is_float, stream));
+}
+
+// A (token, head, dim) operand as the copy engine takes it: in place, or a copy padded to 16-byte rows and multiplied.
+// The copy lives until the call returns; the allocator orders its reuse by stream.
+class Operand {
+ public:
+  Operand(char const* name, ffi::TensorView t, attn::ElementType element, float factor, cudaStream_t stream)
+      : tensor{data_of(t), t.size(0), int(t.size(1)), int(t.size(2)), {t.stride(0), t.stride(1)}} {
+    bool const is_contiguous = t.stride(2) == 1 || t.size(2) <= 1;
+    MAGI_CHECK(is_contiguous, ValueError) << name << " must be contiguous in its last dim, got stride " << t.stride(2);
+    if (t.numel() == 0 || (factor == 1.0f && has_wide_rows(t))) return;
+    int64_t const dim = round_up(t.size(2), 8);
+    copy_.emplace(device_words(t, t.size(0) * t.size(1) * dim / 2));
+    attn::TokenTensor const from = tensor;
+    tensor = {copy_->data_ptr(), t.size(0), int(t.size(1)), int(dim), {t.size(1) * dim, dim}};
+    copy_rows(from.data, from.strides, from.dim, copy_->data_ptr(), tensor.strides, int(dim), t, factor, element, false, stream);
+  }
+
+  attn::TokenTensor tensor;
+
+ private:
+  std::optional<ffi::Tensor> copy_;
+};
+
+// A (token, head, dim) result: written in place, or into a padded buffer that finish() copies from.
+class Result {
+ public:
+  Result(char const* name, ffi::TensorView t, attn::ElementType element, cudaStream_t stream)
+      : data(data_of(t)), dim(int(t.size(2))), strides{t.stride(0), t.stride(1)}, is_float(t.dtype().bits == 32),
+        view_(t), element_(element), stream_(stream) {
+    bool const is_contiguous = t.stride(2) == 1 || t.size(2) <= 1;
+    MAGI_CHECK(is_contiguous, ValueError) << name << " must be contiguous in its last dim, got stride " << t.stride(2);
+    if (t.numel() == 0 || has_wide_rows(t)) return;
+    int64_t const wide = round_up(t.size(2), 8);
+    copy_.emplace(device_words(t, t.size(0) * t.size(1) * wide / (is_float ? 1 : 2)));
+    data = copy_->data_ptr(), dim = int(wide), strides[0] = t.size(1) * wide, strides[1] = wide;
+  }
+  void finish() const {
+    if (!copy_) return;
+    int64_t const to[2] = {view_.stride(0), view_.stride(1)};
+    int const dims = int(view_.size(2));
+    copy_rows(data, strides, dims, data_of(view_), to, dims, view_, 1.0f, element_, is_float, stream_);
+  }
+
+  void* data;
+  int dim;
+  int64_t strides[2];
+  bool is_float;
+
+ private:
+  ffi::TensorView view_;
+  attn::ElementType element_;
+  cudaStream_t stream_;
+  std::optional<ffi::Tensor> copy_;
+};
+
+// The kernels want a positive scale: otherwise q is copied, negated or zeroed, and the scale made positive.
+struct Scale {
+  explicit Scale(double softmax_scale)
+      : q_factor(softmax_scale > 0 ? 1.0f : softmax_scale < 0 ? -1.0f : 0.0f),
+        softmax_scale(softmax_scale == 0 ? 1.0f : float(std::abs(softmax_scale))) {
+    MAGI_CHECK(std::isfinite(softmax_scale), ValueError) << "softmax_scale must be finite, got " << softmax_scale;
+  }
+  float q_factor, softmax_scale;
+};
 
 void check_qkv(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v) {
   for (auto const& [name, t] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
@@ -116,11 +185,6 @@ int num_ctas(int device, int64_t sm_margin) {
   return sms - int(sm_margin);
 }
 
-// 32-bit words on the device of a tensor, from its framework's allocator.
-ffi::Tensor device_words(ffi::TensorView like, int64_t words) {
-  return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({words}), DLDataType{kDLInt, 32, 1}, like.device());
-}
-
 void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::TensorView lse,
               ffi::Optional<ffi::TensorView> max_logits, ffi::TensorView q, ffi::TensorView k, ffi::TensorView v,
               ffi::TensorView plan, ffi::Optional<ffi::TensorView> sink, int64_t sink_layout, double softmax_scale,
@@ -136,15 +200,15 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
       << "out must have shape (" << q.size(0) << ", " << q.size(1) << ", " << v.size(2) << "), got " << shape_text(out);
   check_row_stats("lse", lse, out);
   check_device("lse", lse, q);
-  MAGI_CHECK(softmax_scale > 0, ValueError) << "softmax_scale must be positive here (the caller negates q), got "
-                                            << softmax_scale;
+  Scale const scale(softmax_scale);
   MAGI_CHECK(softcap >= 0, ValueError) << "softcap must not be negative, got " << softcap;
 
   attn::FwdParams params{};
   params.plan = static_cast<int32_t const*>(data_of(plan));
-  operand("out", out);  // rows are written 16 bytes at a time
-  params.out = data_of(out);
-  copy_strides(params.out_strides, out);
+  cudaStream_t const stream = stream_of(device);
+  Result const result("out", out, element, stream);  // rows are written 16 bytes at a time
+  params.out = result.data;
+  params.out_strides[0] = result.strides[0], params.out_strides[1] = result.strides[1];
   params.lse = static_cast<float*>(data_of(lse));
   copy_strides(params.lse_strides, lse);
   if (out_acc.has_value()) {
@@ -153,7 +217,8 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
     check_same_shape("out_acc", acc, "out", out);
     check_last_dim_contiguous("out_acc", acc);
     check_device("out_acc", acc, q);
-    MAGI_CHECK(acc.stride(0) % 2 == 0 && acc.stride(1) % 2 == 0, ValueError) << "out_acc must have even strides";
+    MAGI_CHECK(acc.stride(0) % 2 == 0 && acc.stride(1) % 2 == 0 && acc.size(2) % 2 == 0, NotImplementedError)
+        << "out_acc must have an even head_dim_v and even strides, got " << shape_text(acc);
     params.out_acc = static_cast<float*>(data_of(acc));
     copy_strides(params.out_acc_strides, acc);
   }
@@ -181,14 +246,15 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
     params.is_sink_per_token = rank == 3;
     if (params.num_sinks == 0) params.sink = nullptr;
   }
-  params.num_heads_q = int(q.size(1)), params.num_heads_kv = int(k.size(1)), params.head_dim_v = int(v.size(2));
-  params.softmax_scale = float(softmax_scale), params.softcap = float(softcap);
+  params.num_heads_q = int(q.size(1)), params.num_heads_kv = int(k.size(1)), params.head_dim_v = result.dim;
+  params.softmax_scale = scale.softmax_scale, params.softcap = float(softcap);
 
   attn::FwdEntry const* const kernel =
       find_kernel(attn::fwd_entries(), {element, int(q.size(2)), int(v.size(2)), softcap > 0});
-  attn::FwdTensors const tensors{operand("q", q), operand("k", k), operand("v", v)};
   if (q.size(0) == 0 || q.size(1) == 0) return;
-  cudaStream_t const stream = stream_of(device);
+  Operand const operand_q("q", q, element, scale.q_factor, stream), operand_k("k", k, element, 1.0f, stream),
+      operand_v("v", v, element, 1.0f, stream);
+  attn::FwdTensors const tensors{operand_q.tensor, operand_k.tensor, operand_v.tensor};
   // Per-call state from the caller's allocator: queue counter, arrivals of split tiles, their partial results. A plan
   // has at most 4 parts per SM that it balances for (nominally 132).
   int const ctas = num_ctas(device, sm_margin);
@@ -202,6 +268,7 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
   params.split_workspace = static_cast<float*>(parts.data_ptr());
   check_status("attn_fwd", cudaMemsetAsync(params.counter, 0, flag_words * 4, stream));
   check_status("attn_fwd", kernel->launcher(params, tensors, ctas, stream));
+  result.finish();
 }
 
 int dq_row_capacity(int64_t total_q) { return int((total_q + 63) / 64 * 64); }
@@ -226,29 +293,22 @@ void dq_convert(ffi::TensorView dq, ffi::TensorView workspace) {
   bool const is_float = dq.dtype().code == kDLFloat && dq.dtype().bits == 32;
   attn::ElementType const element = is_float ? attn::ElementType::kBfloat16 : element_of("dq", dq);
   check_last_dim_contiguous("dq", dq);
-  MAGI_CHECK(dq.size(2) % 8 == 0 && dq.stride(0) % 4 == 0 && dq.stride(1) % 4 == 0, ValueError)
-      << "dq must have a head_dim that is a multiple of 8 and aligned rows, got " << shape_text(dq);
   attn::DqConvertParams params{};
   params.dq = dq_workspace_of(workspace, dq);
   params.out = data_of(dq);
   copy_strides(params.out_strides, dq);
   params.total_q = int(dq.size(0)), params.num_heads = int(dq.size(1)), params.head_dim = int(dq.size(2));
   params.is_float = is_float;
+  params.is_wide = reinterpret_cast<uintptr_t>(params.out) % 16 == 0 && dq.size(2) % 4 == 0 && dq.stride(0) % 4 == 0 &&
+                   dq.stride(1) % 4 == 0;
   check_status("dq_convert", attn::launch_dq_convert(params, element, stream_of(device)));
 }
 
-// A gradient of k or v: the element type or float32, rows aligned for wide stores.
-bool check_gradient(char const* name, ffi::TensorView t, char const* like_name, ffi::TensorView like) {
+// A gradient of k or v: the element type or float32.
+void check_gradient(char const* name, ffi::TensorView t, char const* like_name, ffi::TensorView like) {
   check_same_shape(name, t, like_name, like);
   check_device(name, t, like);
-  bool const is_float = t.dtype().code == kDLFloat && t.dtype().bits == 32;
-  if (!is_float) check_dtype_of(name, t, like_name, like);
-  check_last_dim_contiguous(name, t);
-  MAGI_CHECK(t.numel() == 0 || (reinterpret_cast<uintptr_t>(data_of(t)) % 16 == 0 && t.size(2) % 8 == 0 &&
-                                t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0),
-             ValueError)
-      << name << " must start on 16 bytes, with head_dim and strides that are multiples of 8, got " << shape_text(t);
-  return is_float;
+  if (!(t.dtype().code == kDLFloat && t.dtype().bits == 32)) check_dtype_of(name, t, like_name, like);
 }
 
 void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::TensorView dout, ffi::TensorView q,
@@ -267,8 +327,7 @@ void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::T
   check_row_stats("delta", delta, q);
   check_device("lse", lse, q);
   check_device("delta", delta, q);
-  MAGI_CHECK(softmax_scale > 0, ValueError) << "softmax_scale must be positive here (the caller negates q), got "
-                                            << softmax_scale;
+  Scale const scale(softmax_scale);
   MAGI_CHECK(softcap >= 0, ValueError) << "softcap must not be negative, got " << softcap;
   MAGI_CHECK(deterministic == 0, NotImplementedError)
       << "deterministic=True has no sm90 backward kernel yet; backend=\"reference\" is deterministic on any device";
@@ -276,21 +335,25 @@ void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::T
   attn::BwdParams params{};
   params.plan = static_cast<int32_t const*>(data_of(plan));
   params.dq = dq_workspace_of(dq, q);
-  params.is_dk_float = check_gradient("dk", dk, "k", k);
-  params.is_dv_float = check_gradient("dv", dv, "v", v);
-  params.dk = data_of(dk), params.dv = data_of(dv);
-  copy_strides(params.dk_strides, dk);
-  copy_strides(params.dv_strides, dv);
+  check_gradient("dk", dk, "k", k);
+  check_gradient("dv", dv, "v", v);
+  cudaStream_t const stream = stream_of(device);
+  Result const result_dk("dk", dk, element, stream), result_dv("dv", dv, element, stream);
+  params.dk = result_dk.data, params.dv = result_dv.data;
+  params.is_dk_float = result_dk.is_float, params.is_dv_float = result_dv.is_float;
+  for (int i = 0; i < 2; ++i) params.dk_strides[i] = result_dk.strides[i], params.dv_strides[i] = result_dv.strides[i];
   params.num_heads_q = int(q.size(1)), params.num_heads_kv = int(k.size(1));
-  params.head_dim = int(q.size(2)), params.head_dim_v = int(v.size(2));
-  params.softmax_scale = float(softmax_scale), params.softcap = float(softcap);
+  params.head_dim = result_dk.dim, params.head_dim_v = result_dv.dim;
+  params.softmax_scale = scale.softmax_scale, params.softcap = float(softcap);
+  params.dq_scale = float(softmax_scale);
   attn::BwdEntry const* const kernel =
       find_kernel(attn::bwd_entries(), {element, params.head_dim, params.head_dim_v, softcap > 0});
-  attn::BwdTensors tensors{operand("q", q), operand("k", k), operand("v", v), operand("dout", dout), nullptr};
   if (k.size(0) == 0) return;
-  cudaStream_t const stream = stream_of(device);
+  Operand const operand_q("q", q, element, scale.q_factor, stream), operand_k("k", k, element, 1.0f, stream),
+      operand_v("v", v, element, 1.0f, stream), operand_dout("dout", dout, element, 1.0f, stream);
+  attn::BwdTensors tensors{operand_q.tensor, operand_k.tensor, operand_v.tensor, operand_dout.tensor, nullptr};
   int const capacity = std::max(params.dq.row_capacity, 64);
-  ffi::Tensor rows = device_words(q, int64_t(2) * params.num_heads_q * capacity);
+  ffi::Tensor rows = device_words(q, int64_t(4) * params.num_heads_q * capacity);
   tensors.rows = static_cast<float const*>(rows.data_ptr());
   params.dq.row_capacity = capacity;
   if (q.size(0) > 0) {
@@ -312,6 +375,8 @@ void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::T
   check_status("attn_bwd", cudaMemsetAsync(params.counter, 0, 16, stream));
   check_status("attn_bwd", kernel->launcher(params, tensors, ctas, stream));
   check_status("attn_bwd", attn::launch_bwd_splits(params, kernel->key, stream));
+  result_dk.finish();
+  result_dv.finish();
 }
 
 }  // namespace

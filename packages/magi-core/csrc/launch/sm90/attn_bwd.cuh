@@ -17,7 +17,7 @@ cudaError_t launch_bwd(BwdParams const& params, BwdTensors const& tensors, int n
   if (auto e = make_tensor_map(&maps.dout, kElement, tensors.dout, T::kBlockM)) return e;
   if (auto e = make_tensor_map(&maps.k, kElement, tensors.k, T::kBlockN)) return e;
   if (auto e = make_tensor_map(&maps.v, kElement, tensors.v, T::kBlockN)) return e;
-  if (auto e = make_row_map(&maps.rows, tensors.rows, params.dq.row_capacity, 2 * params.num_heads_q, T::kBlockM)) return e;
+  if (auto e = make_row_map(&maps.rows, tensors.rows, params.dq.row_capacity, params.num_heads_q, T::kBlockM)) return e;
   constexpr int kSharedBytes = sizeof(typename Kernel::SharedStorage);
   if (auto e = cudaFuncSetAttribute(attn_bwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)) {
     return e;

@@ -19,8 +19,23 @@ cudaError_t launch_bwd_splits(BwdParams const& params, KernelKey const& key, cud
   return cudaGetLastError();
 }
 
+cudaError_t launch_copy_rows(CopyRowsParams const& params, ElementType element, bool is_float, cudaStream_t stream) {
+  int64_t const threads = params.tokens * params.heads * params.to_dim;
+  if (threads == 0) return cudaSuccess;
+  int64_t const blocks = (threads + 255) / 256;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
+  if (is_float) {
+    copy_rows_kernel<float><<<unsigned(blocks), 256, 0, stream>>>(params);
+  } else if (element == ElementType::kFloat16) {
+    copy_rows_kernel<__half><<<unsigned(blocks), 256, 0, stream>>>(params);
+  } else {
+    copy_rows_kernel<__nv_bfloat16><<<unsigned(blocks), 256, 0, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
 cudaError_t launch_dq_convert(DqConvertParams const& params, ElementType element, cudaStream_t stream) {
-  int64_t const threads = int64_t(params.total_q) * params.num_heads * (params.head_dim / 4);
+  int64_t const threads = int64_t(params.total_q) * params.num_heads * ((params.head_dim + 3) / 4);
   if (threads == 0) return cudaSuccess;
   auto const blocks = unsigned((threads + 255) / 256);
   if (element == ElementType::kFloat16) {

@@ -57,6 +57,7 @@ BwdEntry const*& bwd_entries();
 
 cudaError_t launch_row_stats(RowStatsParams const& params, cudaStream_t stream);
 cudaError_t launch_bwd_splits(BwdParams const& params, KernelKey const& key, cudaStream_t stream);
+cudaError_t launch_copy_rows(CopyRowsParams const& params, ElementType element, bool is_float, cudaStream_t stream);
 cudaError_t launch_dq_convert(DqConvertParams const& params, ElementType element, cudaStream_t stream);
 
 }  // namespace magi::attn

@@ -34,13 +34,14 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, ElementType element, TokenT
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// A float32 (row of heads, capacity) matrix, read in boxes of one head and `rows` entries from any entry on.
+// Float32 (head, row, 4), read in boxes of `rows` rows of a head.
 inline cudaError_t make_row_map(CUtensorMap* map, float const* data, int capacity, int heads, int rows) {
   auto const encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
-  cuuint64_t const sizes[2] = {cuuint64_t(capacity), cuuint64_t(heads)}, strides[1] = {cuuint64_t(capacity) * 4};
-  cuuint32_t const box[2] = {cuuint32_t(rows), 1}, steps[2] = {1, 1};
-  CUresult const status = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(data), sizes, strides, box,
+  cuuint64_t const sizes[3] = {4, cuuint64_t(capacity), cuuint64_t(heads)};
+  cuuint64_t const strides[2] = {16, cuuint64_t(capacity) * 16};
+  cuuint32_t const box[3] = {4, cuuint32_t(rows), 1}, steps[3] = {1, 1, 1};
+  CUresult const status = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, const_cast<float*>(data), sizes, strides, box,
                                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
                                  CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;

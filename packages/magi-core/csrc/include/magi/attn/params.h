@@ -55,9 +55,11 @@ struct BwdParams {
   int split_capacity;
   int num_heads_q, num_heads_kv, head_dim, head_dim_v;
   float softmax_scale, softcap;
+  float dq_scale;  // of the caller's q, which q here may be the negative of
 };
 
-// lse and delta as (2, num_heads_q, row_capacity), for the copy engine: lse in base 2, +inf where a row has no gradient.
+// lse and delta as (num_heads_q, row_capacity, 4): lse in base 2, +inf where a row has no gradient; delta; two zeros. For
+// the copy engine, which raises an illegal instruction when a box starts off 16 bytes: a row must be that wide.
 struct RowStatsParams {
   float const *lse, *delta;
   float* rows;
@@ -70,7 +72,18 @@ struct DqConvertParams {
   void* out;  // (total_q, num_heads_q, head_dim)
   int64_t out_strides[2];
   int total_q, num_heads, head_dim;
-  bool is_float;
+  bool is_float, is_wide;
+};
+
+// to[t, h, d] = factor * from[t, h, d], zeros past from's dims. The padded copy of an operand that the copy engine cannot
+// address, and the way back.
+struct CopyRowsParams {
+  void const* from;
+  void* to;
+  int64_t from_strides[2], to_strides[2];
+  int64_t tokens;
+  int heads, from_dim, to_dim;
+  float factor;
 };
 
 }  // namespace magi::attn

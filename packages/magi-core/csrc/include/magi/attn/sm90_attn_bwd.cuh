@@ -41,7 +41,7 @@ struct BwdTraits {
 
 struct BwdMaps {
   CUtensorMap q, k, v, dout;  // (dim, token, head); boxes of 64 x 64 rows (q, dout) or 64 x 128 rows (k, v)
-  CUtensorMap rows;           // (row, 2 * num_heads_q) float32; boxes of 64 rows
+  CUtensorMap rows;           // (4, row, head) float32: lse, delta; boxes of 64 rows
 };
 
 struct alignas(16) BwdStep {
@@ -76,7 +76,7 @@ struct BwdKernel {
   using Element = typename T::Element;
   static constexpr int kM = T::kBlockM, kN = T::kBlockN, kD = T::kHeadDim, kDv = T::kHeadDimV;
   static constexpr uint32_t kQBytes = kM * kD * 2, kDoutBytes = kM * kDv * 2, kKBytes = kN * kD * 2, kVBytes = kN * kDv * 2;
-  static constexpr uint32_t kRowBytes = kM * 4;
+  static constexpr uint32_t kRowBytes = kM * 16;
   static constexpr int kWarps = 4 * T::kMultipliers, kBatches = 2;
   static constexpr int kDqCols = kD / T::kMultipliers;  // of one warpgroup
 
@@ -87,8 +87,7 @@ struct BwdKernel {
     alignas(1024) uint8_t dout[T::kStages][kDoutBytes];
     alignas(1024) uint8_t ds[2][kN * kM * 2];                    // [key][query], swizzled
     alignas(1024) float dq[T::kMultipliers][kDqCols / 32][kM * 32];  // as in DqWorkspace
-    alignas(128) float lse[T::kStages][kM];
-    alignas(128) float delta[T::kStages][kM];
+    alignas(128) float4 rows[T::kStages][kM];  // x: lse, base 2; y: delta
     BwdStep steps[T::kStages];
     BwdWork work;
     BwdBatch batches[kBatches];
@@ -227,14 +226,13 @@ struct BwdKernel {
           for (int c = 0; c < kD / 64; ++c) {
             ptx::tma_load_3d(s.q[slot] + c * kM * 128, &maps.q, &s.q_full[slot], c * 64, row0, head);
           }
-          ptx::tma_load_2d(s.lse[slot], &maps.rows, &s.q_full[slot], row0, head);
+          ptx::tma_load_3d(s.rows[slot], &maps.rows, &s.q_full[slot], 0, row0, head);
           ptx::mbarrier_wait(&s.dout_empty[slot], step_ring.phase ^ 1);
-          ptx::mbarrier_arrive_expect(&s.dout_full[slot], kDoutBytes + kRowBytes);
+          ptx::mbarrier_arrive_expect(&s.dout_full[slot], kDoutBytes);
 #pragma unroll 1
           for (int c = 0; c < kDv / 64; ++c) {
             ptx::tma_load_3d(s.dout[slot] + c * kM * 128, &maps.dout, &s.dout_full[slot], c * 64, row0, head);
           }
-          ptx::tma_load_2d(s.delta[slot], &maps.rows, &s.dout_full[slot], row0, p.num_heads_q + head);
           step_ring.advance();
         }
       }
@@ -426,7 +424,8 @@ struct BwdKernel {
           }
 #pragma unroll
           for (int c = 0; c < kM; c += 8) {
-            float2 const lse = *reinterpret_cast<float2 const*>(&s.lse[ring.slot][c + 2 * (lane % 4)]);
+            float4 const* const row = &s.rows[ring.slot][c + 2 * (lane % 4)];
+            float2 const lse{row[0].x, row[1].x};
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               float* const x = scores + c / 2 + 2 * h;
@@ -444,7 +443,8 @@ struct BwdKernel {
           ptx::wgmma_pin(grads);
 #pragma unroll
           for (int c = 0; c < kM; c += 8) {
-            float2 const delta = *reinterpret_cast<float2 const*>(&s.delta[ring.slot][c + 2 * (lane % 4)]);
+            float4 const* const row = &s.rows[ring.slot][c + 2 * (lane % 4)];
+            float2 const delta{row[0].y, row[1].y};
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               int const i = c / 2 + 2 * h;
@@ -494,7 +494,7 @@ struct BwdKernel {
             int const row = 16 * warp + lane / 4 + 8 * (i / 2 % 2), col = 8 * (i / 4) + 2 * (lane % 4);
             int const chunk = (col / 4 % 8) ^ (2 * ((row0 + row) % 4));
             *reinterpret_cast<float2*>(&s.dq[group][col / 32][row * 32 + chunk * 4 + col % 4]) =
-                float2{dq[i] * p.softmax_scale, dq[i + 1] * p.softmax_scale};
+                float2{dq[i] * p.dq_scale, dq[i + 1] * p.dq_scale};
           }
           ptx::fence_async_shared();
           ptx::named_barrier_sync(kGroup + group, 128);

@@ -1,4 +1,5 @@
-// Small kernels around the backward: row statistics into head-major rows, sums of split tiles, dq out of its workspace.
+// Small kernels around the main ones: padded copies of operands, row statistics into head-major rows, sums of split
+// tiles, dq out of its workspace.
 // All are bound by memory and follow the main kernel's layouts (params.h).
 #pragma once
 #include <cstdint>
@@ -28,8 +29,8 @@ __global__ __launch_bounds__(256) void row_stats_kernel(RowStatsParams const p) 
   for (int i = y; i < 32; i += 8) {
     int const row = row0 + x, head = head0 + i;
     if (row < p.row_capacity && head < p.num_heads) {
-      p.rows[int64_t(head) * p.row_capacity + row] = tile[0][x][i];
-      p.rows[int64_t(p.num_heads + head) * p.row_capacity + row] = tile[1][x][i];
+      reinterpret_cast<float4*>(p.rows)[int64_t(head) * p.row_capacity + row] =
+          float4{tile[0][x][i], tile[1][x][i], 0.0f, 0.0f};
     }
   }
 }
@@ -74,10 +75,32 @@ __global__ __launch_bounds__(256) void bwd_splits_kernel(BwdParams const p, int 
   }
 }
 
+__device__ __forceinline__ float widen(float x) { return x; }
+template <class Element>
+__device__ __forceinline__ Element narrow(float x) {
+  return Element(x);
+}
+
+template <class Element>
+__global__ __launch_bounds__(256) void copy_rows_kernel(CopyRowsParams const p) {
+  int64_t const index = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  int64_t const pair = index / p.to_dim;
+  int const dim = int(index - pair * p.to_dim);
+  int64_t const token = pair / p.heads;
+  int const head = int(pair - token * p.heads);
+  if (token >= p.tokens) return;
+  Element x = narrow<Element>(0.0f);
+  if (dim < p.from_dim) {
+    x = static_cast<Element const*>(p.from)[token * p.from_strides[0] + head * p.from_strides[1] + dim];
+    if (p.factor != 1.0f) x = narrow<Element>(widen(x) * p.factor);
+  }
+  static_cast<Element*>(p.to)[token * p.to_strides[0] + head * p.to_strides[1] + dim] = x;
+}
+
 // A thread converts four neighbouring words.
 template <class Element>
 __global__ __launch_bounds__(256) void dq_convert_kernel(DqConvertParams const p) {
-  int const quads = p.head_dim / 4;
+  int const quads = (p.head_dim + 3) / 4;
   int64_t const index = int64_t(blockIdx.x) * 256 + threadIdx.x;
   int64_t const pair = index / quads;
   int const dim = int(index - pair * quads) * 4;
@@ -88,7 +111,13 @@ __global__ __launch_bounds__(256) void dq_convert_kernel(DqConvertParams const p
   float4 const x = *reinterpret_cast<float4 const*>(
       p.dq.words + ((int64_t(head) * p.dq.num_blocks + dim / 32) * p.dq.row_capacity + row) * 32 + 4 * chunk);
   int64_t const at = row * p.out_strides[0] + head * p.out_strides[1] + dim;
-  if (p.is_float) {
+  if (!p.is_wide) {  // head_dim or strides that do not allow wide stores
+    float const words[4] = {x.x, x.y, x.z, x.w};
+    for (int i = 0; i < 4 && dim + i < p.head_dim; ++i) {
+      if (p.is_float) static_cast<float*>(p.out)[at + i] = words[i];
+      else static_cast<Element*>(p.out)[at + i] = narrow<Element>(words[i]);
+    }
+  } else if (p.is_float) {
     *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x;
   } else {
     *reinterpret_cast<uint2*>(static_cast<Element*>(p.out) + at) = uint2{pack<Element>(x.x, x.y), pack<Element>(x.z, x.w)};

@@ -22,14 +22,6 @@ __device__ __forceinline__ void tma_load_3d(void* smem, CUtensorMap const* map, 
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_2d(void* smem, CUtensorMap const* map, uint64_t* barrier, int c0, int c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          smem_address(smem)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_address(barrier)), "r"(c0), "r"(c1)
-      : "memory");
-}
-
 // Adds contiguous float32 words of shared memory to global memory. Both addresses and the size: multiples of 16 bytes.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, float const* smem, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
