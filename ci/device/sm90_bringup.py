@@ -1,3 +1,4 @@
+# ruff: noqa: B023, E501  (functions are called in the iteration that makes them; wide tables)
 """Bring-up on the device: forward checks against fp64 and timings, from a plain .so (no wheel installed).
 
 python3 ci/device/sm90_bringup.py LIBRARY [check|time ...]
@@ -41,7 +42,11 @@ def make_plan(slices, tq, tk, hq, hk, core=True, many=False, **options):
 
 
 def masks_module():
-    for place in (os.path.join(HERE, "masks.py"), "/work/shared/bench/masks.py", os.path.join(HERE, "../../.dev-sm90/masks.py")):
+    for place in (
+        os.path.join(HERE, "masks.py"),
+        "/work/shared/bench/masks.py",
+        os.path.join(HERE, "../../.dev-sm90/masks.py"),
+    ):
         if os.path.exists(place):
             spec = importlib.util.spec_from_file_location("masks", place)
             m = importlib.util.module_from_spec(spec)
@@ -92,7 +97,9 @@ def run(q, k, v, plan, scale, softcap=0.0, sink=None, out_acc=None, lse=None, ou
     return out, lse
 
 
-def check_one(name, slices, tq, tk, hq, hk, d, dv, dtype, softcap=0.0, with_sink=False, many=False, poison=True, core=True):
+def check_one(
+    name, slices, tq, tk, hq, hk, d, dv, dtype, softcap=0.0, with_sink=False, many=False, poison=True, core=True
+):
     q = torch.randn(tq, hq, d, device=dev).to(dtype)
     k = torch.randn(tk, hk, d, device=dev).to(dtype)
     v = torch.randn(tk, hk, dv, device=dev).to(dtype)
@@ -109,16 +116,26 @@ def check_one(name, slices, tq, tk, hq, hk, d, dv, dtype, softcap=0.0, with_sink
     k, v = torch.nan_to_num(k), torch.nan_to_num(v)
     want, want_lse, top = reference(q, k, v, seen, scale, softcap, sink)
     err = (out.double() - want).abs().max().item()
-    base = (plain(q, k, v, seen, scale, dtype).double() - want).abs().max().item() if not (softcap or with_sink) else 0.02
+    base = (
+        (plain(q, k, v, seen, scale, dtype).double() - want).abs().max().item() if not (softcap or with_sink) else 0.02
+    )
     fin = want_lse.isfinite()
     lse_ok = torch.equal(fin, lse.isfinite())
     lse_err = (lse.double() - want_lse)[fin].abs().max().item() if fin.any() else 0.0
     ml_err = (ml.double() - top)[top.isfinite()].abs().max().item() if top.isfinite().any() else 0.0
     eps = torch.finfo(dtype).eps
     cap_slack = softcap * 2**-10
-    ok = err <= 2 * base + eps * want.abs().max().item() and lse_ok and lse_err < 2e-3 + cap_slack and ml_err < 1e-2 + cap_slack
+    ok = (
+        err <= 2 * base + eps * want.abs().max().item()
+        and lse_ok
+        and lse_err < 2e-3 + cap_slack
+        and ml_err < 1e-2 + cap_slack
+    )
     ok = ok and bool(torch.isfinite(out).all())
-    print(f"{'ok  ' if ok else 'FAIL'} {name:28s} d{d}/{dv} {str(dtype)[6:]:9s} err {err:.2e} base {base:.2e} lse {lse_err:.1e} ml {ml_err:.1e}", flush=True)
+    print(
+        f"{'ok  ' if ok else 'FAIL'} {name:28s} d{d}/{dv} {str(dtype)[6:]:9s} err {err:.2e} base {base:.2e} lse {lse_err:.1e} ml {ml_err:.1e}",
+        flush=True,
+    )
     return ok
 
 
@@ -145,7 +162,9 @@ def checks():
             try:
                 good &= check_one("full 300", [(0, 300, 0, 300, 0)], 300, 300, 4, 2, d, dv, dtype)
                 good &= check_one("causal 1000", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, dv, dtype)
-                good &= check_one("causal many", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, dv, dtype, many=True, core=False)
+                good &= check_one(
+                    "causal many", [(0, 1000, 0, 1000, 1)], 1000, 1000, 6, 2, d, dv, dtype, many=True, core=False
+                )
                 good &= check_one("long row", [(0, 100, 0, 3000, 0)], 100, 3000, 2, 1, d, dv, dtype)
                 good &= check_one("softcap", [(0, 500, 0, 700, 1)], 500, 700, 3, 1, d, dv, dtype, softcap=15.0)
             except NotImplementedError as e:
@@ -153,7 +172,19 @@ def checks():
     rng = np.random.default_rng(1)
     for i in range(12):
         tq, tk = int(rng.integers(1, 1500)), int(rng.integers(1, 1500))
-        good &= check_one(f"random {i}", random_slices(rng, tq, tk, int(rng.integers(1, 20))), tq, tk, 4, 2, 128, 128, bf, many=bool(i % 2), core=i % 3 > 0)
+        good &= check_one(
+            f"random {i}",
+            random_slices(rng, tq, tk, int(rng.integers(1, 20))),
+            tq,
+            tk,
+            4,
+            2,
+            128,
+            128,
+            bf,
+            many=bool(i % 2),
+            core=i % 3 > 0,
+        )
     good &= check_one("sink", [(0, 200, 0, 300, 1)], 500, 300, 4, 2, 128, 128, bf, with_sink=True)
     good &= check_one("nothing", [], 200, 300, 4, 2, 128, 128, bf)
     for kind in m.KINDS + m.ODD:
@@ -165,7 +196,12 @@ def checks():
     acc, l2 = torch.full((700, 4, 128), float("nan"), device=dev), torch.full_like(lse, float("nan"))
     for i, (a, b) in enumerate(((0, 200), (200, 500), (500, 700))):
         sl = [(max(a, 0), b, a, b, 1)] + ([(b, 700, a, b, 0)] if b < 700 else [])
-        pl = sm90_plan.build([(x, y, c - a, e - a, t) for x, y, c, e, t in sl], 700, b - a, flags=(1 if i == 0 else 0) | (2 if i == 2 else 0))
+        pl = sm90_plan.build(
+            [(x, y, c - a, e - a, t) for x, y, c, e, t in sl],
+            700,
+            b - a,
+            flags=(1 if i == 0 else 0) | (2 if i == 2 else 0),
+        )
         run(q, k[a:b], v[a:b], torch.from_numpy(pl).to(dev), 0.1, out_acc=acc, lse=l2, out=out)
     e1, e2 = (out.float() - whole.float()).abs().max().item(), (lse - l2).abs().max().item()
     print("stages", e1, e2)
@@ -185,7 +221,9 @@ def backward(q, k, v, dout, out, lse, plan, scale, softcap=0.0, dlse=None, float
     return dq, dk, dv
 
 
-def check_bwd(name, slices, tq, tk, hq, hk, d, dtype, softcap=0.0, core=True, many=False, with_dlse=False, float_kv=False):
+def check_bwd(
+    name, slices, tq, tk, hq, hk, d, dtype, softcap=0.0, core=True, many=False, with_dlse=False, float_kv=False
+):
     q, dout = (torch.randn(tq, hq, d, device=dev).to(dtype) for _ in range(2))
     k, v = (torch.randn(tk, hk, d, device=dev).to(dtype) for _ in range(2))
     scale = d**-0.5
@@ -258,7 +296,10 @@ def bwd_timings(sizes=(8192, 16384), d=128, hq=64, hk=8):
             plan = make_plan(sl, s, s, hq, hk)
             out, lse = run(q, k, v, plan, d**-0.5)
             ms = timed(lambda: backward(q, k, v, dout, out, lse, plan, d**-0.5), 8)
-            print(f"bwd  {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {10 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s", flush=True)
+            print(
+                f"bwd  {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {10 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s",
+                flush=True,
+            )
 
 
 def versus(sizes=(8192, 16384), d=128, hq=64, hk=8, rounds=15):
@@ -299,7 +340,10 @@ def versus(sizes=(8192, 16384), d=128, hq=64, hk=8, rounds=15):
                 b.append(timed(theirs, 1, 0))
             flop = 4 * m.area(sl) * hq * d / 1e9
             ta, tb = float(np.median(a)), float(np.median(b))
-            print(f"vs   {kind:14s} S {s:6d} ours {flop / ta:6.1f} fa3 {flop / tb:6.1f} TFLOP/s ratio {tb / ta:.3f} diff {diff:.1e}", flush=True)
+            print(
+                f"vs   {kind:14s} S {s:6d} ours {flop / ta:6.1f} fa3 {flop / tb:6.1f} TFLOP/s ratio {tb / ta:.3f} diff {diff:.1e}",
+                flush=True,
+            )
 
 
 def timed(f, n=20, warm=3):
@@ -326,7 +370,10 @@ def timings(sizes=(8192, 16384), kinds=None, d=128, hq=64, hk=8):
             plan = make_plan(sl, s, s, hq, hk)
             out, lse = torch.empty_like(q), torch.empty(s, hq, device=dev)
             ms = timed(lambda: lib["attn_fwd"](out, None, lse, None, q, k, v, plan, None, 0, d**-0.5, 0.0, 0))
-            print(f"time {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {4 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s", flush=True)
+            print(
+                f"time {kind:22s} S {s:6d} d {d} {ms:8.3f} ms {4 * m.area(sl) * hq * d / ms / 1e9:7.1f} TFLOP/s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROJECT = ROOT / "packages" / "magi-core" / "arch" / "sm90"
 VERSION = (ROOT / "VERSION").read_text().strip()
-EXPORTS = ("magi_version", "magi_plan_format", "attn_bwd_prepare")
+EXPORTS = (
+    *("magi_version", "magi_plan_format", "attn_fwd", "attn_bwd_prepare", "attn_bwd"),
+    *("dq_convert", "dq_workspace_words"),
+)
 
 
 def _site_with_wheel(folder: Path) -> Path:

@@ -17,7 +17,7 @@ using plan::Tile;
 static_assert(std::endian::native == std::endian::little, "a bit mask is written as 64-bit words");
 
 // Sections of kv heads are as large as keys and values of this many bytes, which stay in L2 while they are reread.
-constexpr int64_t kSectionBytes = int64_t{32} << 20;
+constexpr int64_t kSectionBytes = int64_t{16} << 20;
 constexpr int64_t kBytesPerKey = 4 * 128;  // one kv head's k and v row, 2 bytes an element, head dim 128
 
 // A forward part is at least this many steps: merging a part costs about one.
