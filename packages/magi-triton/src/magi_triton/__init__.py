@@ -14,6 +14,8 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import runtime as runtime
     from . import testing as testing
+    from .flash.api import flash_attention as flash_attention
+    from .flash.api import flash_attention_varlen as flash_attention_varlen
     from .registry import Support as Support
     from .registry import operators as operators
     from .registry import supports as supports
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 # name -> (module, attribute; None for the module itself)
 _HOME = {
     "BackendInfo": ("runtime.device", "BackendInfo"),
+    "flash_attention": ("flash.api", "flash_attention"),
+    "flash_attention_varlen": ("flash.api", "flash_attention_varlen"),
     "Support": ("registry", "Support"),
     "operators": ("registry", "operators"),
     "supports": ("registry", "supports"),

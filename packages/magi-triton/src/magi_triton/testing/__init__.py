@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..dropout.api import recompute_mask as recompute_mask
     from ..dropout.reference import philox_keep_mask as philox_keep_mask
+    from ..flash.reference import attention as attention
+    from ..flash.reference import flash_attention as flash_attention
+    from .budget import assert_within_budget as assert_within_budget
 
-_HOME = {"philox_keep_mask": "..dropout.reference", "recompute_mask": "..dropout.api"}
-__all__ = ["philox_keep_mask", "recompute_mask"]
+_HOME = {
+    "assert_within_budget": ".budget",
+    "attention": "..flash.reference",
+    "flash_attention": "..flash.reference",
+    "philox_keep_mask": "..dropout.reference",
+    "recompute_mask": "..dropout.api",
+}
+__all__ = ["assert_within_budget", "attention", "flash_attention", "philox_keep_mask", "recompute_mask"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""What the operators share: checks of arguments, launch helpers, small device functions."""

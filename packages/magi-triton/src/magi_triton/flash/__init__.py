@@ -1,0 +1,1 @@
+"""Dense and packed softmax attention, forward and backward."""
