@@ -63,10 +63,18 @@ ffi::Tensor device_words(ffi::TensorView like, int64_t words) {
 
 int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-void copy_rows(void const* from, int64_t const* from_strides, int from_dim, void* to, int64_t const* to_strides, int to_dim,
-               ffi::TensorView shape, float factor, attn::ElementType element, bool is_float, cudaStream_t stream) {
-  attn::CopyRowsParams const params{from, to, {from_strides[0], from_strides[1]}, {to_strides[0], to_strides[1]},
-                                    shape.size(0), int(shape.size(1)), from_dim, to_dim, factor};
+void copy_rows(void const* from, int64_t const* from_strides, int from_dim, void* to, int64_t const* to_strides,
+               int to_dim, ffi::TensorView shape, float factor, attn::ElementType element, bool is_float,
+               cudaStream_t stream) {
+  attn::CopyRowsParams const params{from,
+                                    to,
+                                    {from_strides[0], from_strides[1]},
+                                    {to_strides[0], to_strides[1]},
+                                    shape.size(0),
+                                    int(shape.size(1)),
+                                    from_dim,
+                                    to_dim,
+                                    factor};
   check_status("copy_rows", attn::launch_copy_rows(params, element, is_float, stream));
 }
 
@@ -83,7 +91,8 @@ class Operand {
     copy_.emplace(device_words(t, t.size(0) * t.size(1) * dim / 2));
     attn::TokenTensor const from = tensor;
     tensor = {copy_->data_ptr(), t.size(0), int(t.size(1)), int(dim), {t.size(1) * dim, dim}};
-    copy_rows(from.data, from.strides, from.dim, copy_->data_ptr(), tensor.strides, int(dim), t, factor, element, false, stream);
+    copy_rows(from.data, from.strides, from.dim, copy_->data_ptr(), tensor.strides, int(dim), t, factor, element, false,
+              stream);
   }
 
   attn::TokenTensor tensor;
@@ -96,8 +105,13 @@ class Operand {
 class Result {
  public:
   Result(char const* name, ffi::TensorView t, attn::ElementType element, cudaStream_t stream)
-      : data(data_of(t)), dim(int(t.size(2))), strides{t.stride(0), t.stride(1)}, is_float(t.dtype().bits == 32),
-        view_(t), element_(element), stream_(stream) {
+      : data(data_of(t)),
+        dim(int(t.size(2))),
+        strides{t.stride(0), t.stride(1)},
+        is_float(t.dtype().bits == 32),
+        view_(t),
+        element_(element),
+        stream_(stream) {
     bool const is_contiguous = t.stride(2) == 1 || t.size(2) <= 1;
     MAGI_CHECK(is_contiguous, ValueError) << name << " must be contiguous in its last dim, got stride " << t.stride(2);
     if (t.numel() == 0 || has_wide_rows(t)) return;
@@ -127,7 +141,9 @@ class Result {
 // The kernels want a positive scale: otherwise q is copied, negated or zeroed, and the scale made positive.
 struct Scale {
   explicit Scale(double softmax_scale)
-      : q_factor(softmax_scale > 0 ? 1.0f : softmax_scale < 0 ? -1.0f : 0.0f),
+      : q_factor(softmax_scale > 0   ? 1.0f
+                 : softmax_scale < 0 ? -1.0f
+                                     : 0.0f),
         softmax_scale(softmax_scale == 0 ? 1.0f : float(std::abs(softmax_scale))) {
     MAGI_CHECK(std::isfinite(softmax_scale), ValueError) << "softmax_scale must be finite, got " << softmax_scale;
   }
@@ -171,8 +187,8 @@ Entry const* find_kernel(Entry const* entry, attn::KernelKey const& key) {
     if (best == nullptr || has.head_dim + has.head_dim_v < best->key.head_dim + best->key.head_dim_v) best = entry;
   }
   MAGI_CHECK(best != nullptr, NotImplementedError)
-      << "this build of magi-core-sm90 has no kernel for head_dim " << key.head_dim << ", head_dim_v "
-      << key.head_dim_v << (key.is_softcapped ? ", softcap" : "") << " in this dtype; the published wheel has every "
+      << "this build of magi-core-sm90 has no kernel for head_dim " << key.head_dim << ", head_dim_v " << key.head_dim_v
+      << (key.is_softcapped ? ", softcap" : "") << " in this dtype; the published wheel has every "
       << "head_dim up to 256";
   return best;
 }
@@ -234,8 +250,8 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
     ffi::TensorView const t = sink.value();
     check_dtype("sink", t, kDLFloat, 32);
     check_device("sink", t, q);
-    MAGI_CHECK(sink_layout == 0 || sink_layout == 1, ValueError) << "sink_layout must be 0 (sh) or 1 (ssh), got "
-                                                                 << sink_layout;
+    MAGI_CHECK(sink_layout == 0 || sink_layout == 1, ValueError)
+        << "sink_layout must be 0 (sh) or 1 (ssh), got " << sink_layout;
     int const rank = sink_layout == 0 ? 2 : 3;
     check_rank("sink", t, rank);
     MAGI_CHECK(t.IsContiguous() && t.size(rank - 1) == q.size(1) && (rank == 2 || t.size(0) == q.size(0)), ValueError)
@@ -282,7 +298,8 @@ attn::DqWorkspace dq_workspace_of(ffi::TensorView workspace, ffi::TensorView q) 
   check_dtype("dq_workspace", workspace, kDLFloat, 32);
   check_device("dq_workspace", workspace, q);
   int64_t const words = dq_workspace_words(q.size(0), q.size(1), q.size(2));
-  MAGI_CHECK(workspace.ndim() == 1 && workspace.size(0) >= words && (words == 0 || workspace.stride(0) == 1), ValueError)
+  MAGI_CHECK(workspace.ndim() == 1 && workspace.size(0) >= words && (words == 0 || workspace.stride(0) == 1),
+             ValueError)
       << "dq_workspace must hold dq_workspace_words = " << words << " contiguous words, got " << shape_text(workspace);
   return {static_cast<float*>(data_of(workspace)), dq_num_blocks(q.size(2)), dq_row_capacity(q.size(0))};
 }
@@ -322,7 +339,8 @@ void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::T
   check_dtype_of("dout", dout, "q", q);
   check_device("dout", dout, q);
   MAGI_CHECK(dout.size(0) == q.size(0) && dout.size(1) == q.size(1) && dout.size(2) == v.size(2), ValueError)
-      << "dout must have shape (" << q.size(0) << ", " << q.size(1) << ", " << v.size(2) << "), got " << shape_text(dout);
+      << "dout must have shape (" << q.size(0) << ", " << q.size(1) << ", " << v.size(2) << "), got "
+      << shape_text(dout);
   check_row_stats("lse", lse, q);
   check_row_stats("delta", delta, q);
   check_device("lse", lse, q);

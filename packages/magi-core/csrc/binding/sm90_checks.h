@@ -44,7 +44,7 @@ inline void check_same_shape(char const* name, ffi::TensorView t, char const* ot
   bool is_same = t.ndim() == other.ndim();
   for (int i = 0; is_same && i < t.ndim(); ++i) is_same = t.size(i) == other.size(i);
   MAGI_CHECK(is_same, ValueError) << name << " must have the shape of " << other_name << ' ' << shape_text(other)
-                                     << ", got " << shape_text(t);
+                                  << ", got " << shape_text(t);
 }
 
 inline attn::ElementType element_of(char const* name, ffi::TensorView t) {
@@ -92,7 +92,7 @@ inline int cuda_device_of(char const* name, ffi::TensorView t) {
 
 inline void check_device(char const* name, ffi::TensorView t, ffi::TensorView other) {
   MAGI_CHECK(t.device().device_type == other.device().device_type && t.device().device_id == other.device().device_id,
-                ValueError)
+             ValueError)
       << name << " must be on cuda:" << other.device().device_id << ", got device type " << int(t.device().device_type)
       << ", index " << t.device().device_id;
 }
@@ -109,9 +109,7 @@ inline bool has_wide_rows(ffi::TensorView t) {
          (t.stride(1) % 8 == 0 || t.size(1) <= 1);
 }
 
-inline cudaStream_t stream_of(int device) {
-  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-}
+inline cudaStream_t stream_of(int device) { return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device)); }
 
 inline void check_status(char const* function, cudaError_t status) {
   MAGI_CHECK(status == cudaSuccess, RuntimeError) << function << ": " << cudaGetErrorString(status);

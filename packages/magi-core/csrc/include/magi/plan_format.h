@@ -22,24 +22,24 @@ inline constexpr int kHeaderWords = 64;
 enum Header : int {
   kMagicWord = 0,
   kVersionWord,
-  kDigestLo,      // 64-bit digest of canonical bands, totals and tile sizes
+  kDigestLo,  // 64-bit digest of canonical bands, totals and tile sizes
   kDigestHi,
-  kNumWords,      // words in use; the buffer may be larger (fixed capacity for device-made plans)
-  kStatus,        // Status bits
-  kStatusSlice,   // index of the first offending slice, or -1
-  kFlags,         // PlanFlags bits
+  kNumWords,     // words in use; the buffer may be larger (fixed capacity for device-made plans)
+  kStatus,       // Status bits
+  kStatusSlice,  // index of the first offending slice, or -1
+  kFlags,        // PlanFlags bits
   kTotalQ,
   kTotalK,
-  kNumHeadsQ,     // 0 when the plan serves any head count
+  kNumHeadsQ,  // 0 when the plan serves any head count
   kNumHeadsKv,
   kSectionHeads,  // kv heads of one queue section; items of a section precede those of the next
   kStage,
   kNumStages,
   kNumBands,
-  kBands,         // offset of Band[num_bands]
+  kBands,  // offset of Band[num_bands]
   kNumMasks,
-  kMasks,         // offset of BitMask[num_masks]
-  kFwdBlockM,     // largest rows of a forward tile, and columns of its step
+  kMasks,      // offset of BitMask[num_masks]
+  kFwdBlockM,  // largest rows of a forward tile, and columns of its step
   kFwdBlockN,
   kNumFwdTiles,
   kFwdTiles,
@@ -47,8 +47,8 @@ enum Header : int {
   kFwdJobs,
   kNumFwdItems,
   kFwdItems,
-  kFwdSplitSlots, // workspace slots that split forward tiles need, per query head
-  kBwdBlockM,     // rows of a backward step, and largest columns of a backward tile
+  kFwdSplitSlots,  // workspace slots that split forward tiles need, per query head
+  kBwdBlockM,      // rows of a backward step, and largest columns of a backward tile
   kBwdBlockN,
   kNumBwdTiles,
   kBwdTiles,
@@ -57,7 +57,7 @@ enum Header : int {
   kNumBwdItems,
   kBwdItems,
   kBwdSplitSlots,
-  kAreaLo,        // visible pairs, 64 bits, doubly covered ones counted twice
+  kAreaLo,  // visible pairs, 64 bits, doubly covered ones counted twice
   kAreaHi,
   kHeaderFieldEnd,
 };
@@ -95,9 +95,9 @@ struct Tile {
   int32_t begin, end;          // interval of the stationary axis
   int32_t job_begin, job_end;  // its jobs
   int32_t flags;
-  int32_t num_splits;          // 1 when not split
-  int32_t split_slot;          // first workspace slot, -1 when not split
-  int32_t cost;                // visible pairs / 128, rounded up, saturating: queue order only
+  int32_t num_splits;  // 1 when not split
+  int32_t split_slot;  // first workspace slot, -1 when not split
+  int32_t cost;        // visible pairs / 128, rounded up, saturating: queue order only
 };
 
 enum JobClass : int32_t {

@@ -11,7 +11,8 @@ namespace magi::attn {
 template <class T>
 cudaError_t launch_bwd(BwdParams const& params, BwdTensors const& tensors, int num_ctas, cudaStream_t stream) {
   using Kernel = BwdKernel<T>;
-  constexpr auto kElement = std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16;
+  constexpr auto kElement =
+      std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16;
   BwdMaps maps;
   if (auto e = make_tensor_map(&maps.q, kElement, tensors.q, T::kBlockM)) return e;
   if (auto e = make_tensor_map(&maps.dout, kElement, tensors.dout, T::kBlockM)) return e;
@@ -30,8 +31,8 @@ template <class T>
 struct BwdRegistration {
   BwdEntry entry;
   BwdRegistration()
-      : entry{{std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16, T::kHeadDim,
-               T::kHeadDimV, !T::Score::kIsIdentity},
+      : entry{{std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16,
+               T::kHeadDim, T::kHeadDimV, !T::Score::kIsIdentity},
               &launch_bwd<T>,
               bwd_entries()} {
     bwd_entries() = &entry;

@@ -1,3 +1,4 @@
 #include "launch/sm90/attn_bwd.cuh"
 
-static magi::attn::BwdRegistration<magi::attn::BwdTraits<__nv_bfloat16, 128, 128, magi::attn::Softcapped>> const registration;
+static magi::attn::BwdRegistration<magi::attn::BwdTraits<__nv_bfloat16, 128, 128, magi::attn::Softcapped>> const
+    registration;

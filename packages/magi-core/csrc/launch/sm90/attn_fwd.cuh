@@ -11,8 +11,8 @@ namespace magi::attn {
 template <class T>
 cudaError_t launch_fwd(FwdParams const& params, FwdTensors const& tensors, int num_ctas, cudaStream_t stream) {
   using Kernel = FwdKernel<T>;
-  constexpr auto kElement = std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16
-                                                                                     : ElementType::kBfloat16;
+  constexpr auto kElement =
+      std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16;
   FwdMaps maps;
   if (auto e = make_tensor_map(&maps.q, kElement, tensors.q, T::kBlockM)) return e;
   if (auto e = make_tensor_map(&maps.k, kElement, tensors.k, T::kBlockN)) return e;
@@ -30,8 +30,8 @@ template <class T>
 struct FwdRegistration {
   FwdEntry entry;
   FwdRegistration()
-      : entry{{std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16, T::kHeadDim,
-               T::kHeadDimV, !T::Score::kIsIdentity},
+      : entry{{std::is_same_v<typename T::Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16,
+               T::kHeadDim, T::kHeadDimV, !T::Score::kIsIdentity},
               &launch_fwd<T>,
               fwd_entries()} {
     fwd_entries() = &entry;

@@ -1,3 +1,4 @@
 #include "launch/sm90/attn_fwd.cuh"
 
-static magi::attn::FwdRegistration<magi::attn::FwdTraits<__nv_bfloat16, 256, 256, magi::attn::Scaled>> const registration;
+static magi::attn::FwdRegistration<magi::attn::FwdTraits<__nv_bfloat16, 256, 256, magi::attn::Scaled>> const
+    registration;

@@ -27,10 +27,10 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, ElementType element, TokenT
   cuuint64_t const sizes[3] = {cuuint64_t(t.dim), cuuint64_t(t.tokens > 0 ? t.tokens : 1), cuuint64_t(t.heads)};
   cuuint64_t const strides[2] = {stride(t.tokens, t.strides[0]), stride(t.heads, t.strides[1])};
   cuuint32_t const box[3] = {64, cuuint32_t(rows), 1}, steps[3] = {1, 1, 1};
-  CUresult const status = encode(
-      map, element == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-      const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const status =
+      encode(map, element == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             3, const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

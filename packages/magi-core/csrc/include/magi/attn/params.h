@@ -5,7 +5,7 @@
 namespace magi::attn {
 
 struct BwdPrepareParams {
-  void const *dout, *out;  // (total_q, num_heads_q, head_dim_v), last dim contiguous
+  void const *dout, *out;   // (total_q, num_heads_q, head_dim_v), last dim contiguous
   float const *lse, *dlse;  // (total_q, num_heads_q); dlse may be null
   float* delta;             // (total_q, num_heads_q)
   int64_t total_q;
@@ -46,20 +46,20 @@ struct DqWorkspace {
 struct BwdParams {
   int32_t const* plan;
   DqWorkspace dq;
-  void *dk, *dv;              // (total_k, num_heads_kv, head_dim / head_dim_v); every element is stored
+  void *dk, *dv;                  // (total_k, num_heads_kv, head_dim / head_dim_v); every element is stored
   bool is_dk_float, is_dv_float;  // float32 instead of the element type
   int64_t dk_strides[2], dv_strides[2];
-  int32_t* counter;           // one zeroed word
-  int32_t* split_arrivals;    // zeroed, two words for each workspace slot and kv head
-  float* split_workspace;     // split_capacity pairs of (dk, dv), each 128 * (head dims as compiled) words
+  int32_t* counter;         // one zeroed word
+  int32_t* split_arrivals;  // zeroed, two words for each workspace slot and kv head
+  float* split_workspace;   // split_capacity pairs of (dk, dv), each 128 * (head dims as compiled) words
   int split_capacity;
   int num_heads_q, num_heads_kv, head_dim, head_dim_v;
   float softmax_scale, softcap;
   float dq_scale;  // of the caller's q, which q here may be the negative of
 };
 
-// lse and delta as (num_heads_q, row_capacity, 4): lse in base 2, +inf where a row has no gradient; delta; two zeros. For
-// the copy engine, which raises an illegal instruction when a box starts off 16 bytes: a row must be that wide.
+// lse and delta as (num_heads_q, row_capacity, 4): lse in base 2, +inf where a row has no gradient; delta; two zeros.
+// For the copy engine, which raises an illegal instruction when a box starts off 16 bytes: a row must be that wide.
 struct RowStatsParams {
   float const *lse, *delta;
   float* rows;
@@ -75,8 +75,8 @@ struct DqConvertParams {
   bool is_float, is_wide;
 };
 
-// to[t, h, d] = factor * from[t, h, d], zeros past from's dims. The padded copy of an operand that the copy engine cannot
-// address, and the way back.
+// to[t, h, d] = factor * from[t, h, d], zeros past from's dims. The padded copy of an operand that the copy engine
+// cannot address, and the way back.
 struct CopyRowsParams {
   void const* from;
   void* to;

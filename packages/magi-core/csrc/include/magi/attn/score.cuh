@@ -23,7 +23,7 @@ struct Scaled {
   __device__ __forceinline__ Scaled(float softmax_scale, float) : softmax_scale(softmax_scale) {}
   static constexpr bool kIsIdentity = true;
   __device__ __forceinline__ float operator()(float x) const { return x; }
-  __device__ __forceinline__ float slope(float) const { return 1.0f; }  // d result / d (softmax_scale * x)
+  __device__ __forceinline__ float slope(float) const { return 1.0f; }        // d result / d (softmax_scale * x)
   __device__ __forceinline__ float natural() const { return softmax_scale; }  // result -> score, natural log
   __device__ __forceinline__ float log2() const { return softmax_scale * kLog2e; }
 };

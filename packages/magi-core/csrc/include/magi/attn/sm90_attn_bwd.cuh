@@ -47,16 +47,16 @@ struct BwdMaps {
 struct alignas(16) BwdStep {
   int row0, num_rows;  // query rows
   int head, job_class;
-  int a, b;            // one band: k - q from a to b. many: word offset of the bit matrix's row for row0
-  int q0, q1;          // one band: its rows
-  int k0, k1;          // one band: its keys
+  int a, b;    // one band: k - q from a to b. many: word offset of the bit matrix's row for row0
+  int q0, q1;  // one band: its rows
+  int k0, k1;  // one band: its keys
   int unused[2];
 };
 
 struct alignas(16) BwdWork {
   int col0, num_cols;  // keys of the tile
   int kv_head;
-  int num_steps;       // of all heads together; -1: no more work
+  int num_steps;  // of all heads together; -1: no more work
   int split, num_splits, split_slot, unused;
 };
 
@@ -75,7 +75,8 @@ template <class T>
 struct BwdKernel {
   using Element = typename T::Element;
   static constexpr int kM = T::kBlockM, kN = T::kBlockN, kD = T::kHeadDim, kDv = T::kHeadDimV;
-  static constexpr uint32_t kQBytes = kM * kD * 2, kDoutBytes = kM * kDv * 2, kKBytes = kN * kD * 2, kVBytes = kN * kDv * 2;
+  static constexpr uint32_t kQBytes = kM * kD * 2, kDoutBytes = kM * kDv * 2, kKBytes = kN * kD * 2,
+                            kVBytes = kN * kDv * 2;
   static constexpr uint32_t kRowBytes = kM * 16;
   static constexpr int kWarps = 4 * T::kMultipliers, kBatches = 2;
   static constexpr int kDqCols = kD / T::kMultipliers;  // of one warpgroup
@@ -85,9 +86,9 @@ struct BwdKernel {
     alignas(1024) uint8_t v[kVBytes];
     alignas(1024) uint8_t q[T::kStages][kQBytes];
     alignas(1024) uint8_t dout[T::kStages][kDoutBytes];
-    alignas(1024) uint8_t ds[2][kN * kM * 2];                    // [key][query], swizzled
+    alignas(1024) uint8_t ds[2][kN * kM * 2];                        // [key][query], swizzled
     alignas(1024) float dq[T::kMultipliers][kDqCols / 32][kM * 32];  // as in DqWorkspace
-    alignas(128) float4 rows[T::kStages][kM];  // x: lse, base 2; y: delta
+    alignas(128) float4 rows[T::kStages][kM];                        // x: lse, base 2; y: delta
     BwdStep steps[T::kStages];
     BwdWork work;
     BwdBatch batches[kBatches];
@@ -111,7 +112,8 @@ struct BwdKernel {
     auto const* const bands = reinterpret_cast<plan::Band const*>(plan + plan[plan::kBands]);
     int const masks = plan[plan::kMasks];
     int const group = p.num_heads_q / p.num_heads_kv;
-    int const section_kv = plan[plan::kSectionHeads] > 0 ? min(plan[plan::kSectionHeads], p.num_heads_kv) : p.num_heads_kv;
+    int const section_kv =
+        plan[plan::kSectionHeads] > 0 ? min(plan[plan::kSectionHeads], p.num_heads_kv) : p.num_heads_kv;
     int const section_size = num_items * section_kv;
     int const total = num_items * p.num_heads_kv;
     ptx::RingState<kBatches> ring;
@@ -156,8 +158,8 @@ struct BwdKernel {
           ptx::mbarrier_wait(&s.batch_empty[ring.slot], ring.phase ^ 1);
           if (has_job) batch.jobs[lane] = ahead;
           if (lane == 0) {
-            batch.work = BwdWork{tile.begin, tile.end - tile.begin, kv_head, num_steps, item.split, tile.num_splits,
-                                 tile.split_slot, 0};
+            batch.work = BwdWork{tile.begin, tile.end - tile.begin, kv_head,         num_steps,
+                                 item.split, tile.num_splits,       tile.split_slot, 0};
             batch.head = kv_head * group + head;
             batch.num_jobs = min(BwdBatch::kJobs, item.job_end - first);
             batch.is_first = head == item.head_begin && first == item.job_begin;
@@ -243,7 +245,8 @@ struct BwdKernel {
 
   // ---- multipliers -----------------------------------------------------------------------------------------------
 
-  // A thread's accumulators of S^T: element i is key (lane / 4) + 8 * (i / 2 % 2), query 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+  // A thread's accumulators of S^T: element i is key (lane / 4) + 8 * (i / 2 % 2), query 8 * (i / 4) + 2 * (lane % 4) +
+  // i % 2.
   static constexpr int kScores = kM / 2, kDks = kD / 2, kDvs = kDv / 2, kDqs = kDqCols / 2;
 
   // d = a b^T over kDims, both [rows][dims] in blocks of 64 dims.
@@ -360,7 +363,8 @@ struct BwdKernel {
     uint32_t const k_rows = ptx::smem_address(s.k) + group * 64 * 128;
     uint32_t const v_rows = ptx::smem_address(s.v) + group * 64 * 128;
     // The columns of dq that this warpgroup makes: whole 64-element blocks, or half of one.
-    uint32_t const k_cols = ptx::smem_address(s.k) + (kDqCols % 64 == 0 ? group * (kDqCols / 64) * kN * 128 : group * 64);
+    uint32_t const k_cols =
+        ptx::smem_address(s.k) + (kDqCols % 64 == 0 ? group * (kDqCols / 64) * kN * 128 : group * 64);
     uint32_t const ds_row =  // stmatrix: the row whose address this lane gives
         ptx::smem_address(s.ds[0]) + (64 * group + 16 * warp + lane % 16) * 128;
     ptx::RingState<T::kStages> ring;
@@ -521,9 +525,12 @@ struct BwdKernel {
       // A part of a split tile goes to the workspace as float32; a kernel that follows adds the parts in order.
       bool const is_part = work.num_splits > 1;
       // (A plan with too many parts is that kernel's to refuse: a trap here makes ptxas run short of registers.)
-      int const part = is_part ? min((work.split_slot + work.split) * p.num_heads_kv + work.kv_head, p.split_capacity - 1) : 0;
-      store<kD>(is_part, part, 0, p, p.dk, p.is_dk_float, p.dk_strides, p.head_dim, dk, p.softmax_scale, work, key_in_tile);
-      store<kDv>(is_part, part, kN * kD, p, p.dv, p.is_dv_float, p.dv_strides, p.head_dim_v, dv, 1.0f, work, key_in_tile);
+      int const part =
+          is_part ? min((work.split_slot + work.split) * p.num_heads_kv + work.kv_head, p.split_capacity - 1) : 0;
+      store<kD>(is_part, part, 0, p, p.dk, p.is_dk_float, p.dk_strides, p.head_dim, dk, p.softmax_scale, work,
+                key_in_tile);
+      store<kDv>(is_part, part, kN * kD, p, p.dv, p.is_dv_float, p.dv_strides, p.head_dim_v, dv, 1.0f, work,
+                 key_in_tile);
     }
     if (thread == 0) ptx::bulk_wait<0>();  // shared memory must outlive the copies
   }
@@ -545,13 +552,15 @@ struct BwdKernel {
 
   template <int kDims>
   __device__ static __forceinline__ void store(bool is_part, int part, int part_offset, BwdParams const& p, void* to,
-                                               bool is_float, int64_t const (&strides)[2], int dims, float (&x)[kDims / 2],
-                                               float factor, BwdWork const& work, int key_in_tile) {
+                                               bool is_float, int64_t const (&strides)[2], int dims,
+                                               float (&x)[kDims / 2], float factor, BwdWork const& work,
+                                               int key_in_tile) {
     bool const is_first_live = key_in_tile < work.num_cols, is_second_live = key_in_tile + 8 < work.num_cols;
     int64_t const at = (work.col0 + key_in_tile) * strides[0] + work.kv_head * strides[1];
     if (is_part || is_float) {
-      float* const row = is_part ? p.split_workspace + int64_t(part) * kN * (kD + kDv) + part_offset + key_in_tile * kDims
-                                 : static_cast<float*>(to) + at;
+      float* const row = is_part
+                             ? p.split_workspace + int64_t(part) * kN * (kD + kDv) + part_offset + key_in_tile * kDims
+                             : static_cast<float*>(to) + at;
       store_float<kDims>(row, is_part ? 8 * kDims : 8 * strides[0], is_part ? kDims : dims, x, factor, is_first_live,
                          is_second_live);
       return;

@@ -8,8 +8,8 @@
 //
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithm 2. Differs in: steps come from a plan and each carries its
 // mask (none, a band, a bit matrix), so no mask type is compiled in; the output is rescaled only when a row's maximum
-// has grown by more than 8 binary orders (the idea of FlashAttention-4), since exactness does not need the true maximum;
-// a tile may continue from an earlier stage's state.
+// has grown by more than 8 binary orders (the idea of FlashAttention-4), since exactness does not need the true
+// maximum; a tile may continue from an earlier stage's state.
 #pragma once
 #include <cuda.h>
 
@@ -32,7 +32,7 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kStages = 2;
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0, "a head dim must fill whole 64-element swizzle blocks");
   static constexpr int kBlockM = 128;
-  static constexpr int kBlockN = kBlockN_ > 0                              ? kBlockN_
+  static constexpr int kBlockN = kBlockN_ > 0                          ? kBlockN_
                                  : kHeadDim <= 128 || kHeadDimV <= 128 ? 128
                                  : kHeadDim <= 192                     ? 112
                                                                        : 80;
@@ -52,15 +52,15 @@ struct FwdMaps {
 struct alignas(16) FwdStep {
   int col0, num_cols;  // first key; keys past num_cols are not this step's
   int job_class;
-  int a, b;            // one band: lo, hi. many: word offset of the bit matrix in the plan, its column at col0
-  int q0, q1;          // one band: its rows
+  int a, b;    // one band: lo, hi. many: word offset of the bit matrix in the plan, its column at col0
+  int q0, q1;  // one band: its rows
   int unused;
 };
 
 struct alignas(16) FwdWork {
   int row0, num_rows;  // query rows of the tile
   int head, flags;
-  int num_steps;       // -1: no more work
+  int num_steps;  // -1: no more work
   int split, num_splits, split_slot;
 };
 
@@ -71,7 +71,7 @@ struct alignas(16) FwdBatch {
   int num_jobs;
   bool is_first, is_last;  // of its tile
   struct alignas(16) Job {
-    int begin, end;        // keys, cut to the item
+    int begin, end;               // keys, cut to the item
     int job_class, a, b, q0, q1;  // as in FwdStep, b of a bit matrix counted at begin
     int unused;
   } jobs[kBatchJobs];
@@ -112,7 +112,8 @@ struct FwdKernel {
     auto const* const bands = reinterpret_cast<plan::Band const*>(plan + plan[plan::kBands]);
     int const masks = plan[plan::kMasks];
     int const group = p.num_heads_q / p.num_heads_kv;
-    int const section_kv = plan[plan::kSectionHeads] > 0 ? min(plan[plan::kSectionHeads], p.num_heads_kv) : p.num_heads_kv;
+    int const section_kv =
+        plan[plan::kSectionHeads] > 0 ? min(plan[plan::kSectionHeads], p.num_heads_kv) : p.num_heads_kv;
     int const section_size = num_items * section_kv * group;
     int const total = num_items * p.num_heads_q;
     ptx::RingState<kBatches> ring;
@@ -154,8 +155,8 @@ struct FwdKernel {
         ptx::mbarrier_wait(&s.batch_empty[ring.slot], ring.phase ^ 1);
         if (has_job) batch.jobs[lane] = ahead;
         if (lane == 0) {
-          batch.work = FwdWork{tile.begin, tile.end - tile.begin, head, tile.flags, num_steps, item.split,
-                               tile.num_splits, tile.split_slot};
+          batch.work = FwdWork{tile.begin, tile.end - tile.begin, head,           tile.flags, num_steps,
+                               item.split, tile.num_splits,       tile.split_slot};
           batch.num_jobs = min(kBatchJobs, item.job_end - first);
           batch.is_first = first == item.job_begin, batch.is_last = first + kBatchJobs >= item.job_end;
         }
@@ -247,7 +248,8 @@ struct FwdKernel {
 
   // ---- multipliers -----------------------------------------------------------------------------------------------
 
-  // A thread's accumulators: element i is row (lane / 4) + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+  // A thread's accumulators: element i is row (lane / 4) + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i
+  // % 2.
   static constexpr int kScores = kN / 2, kOuts = kDv / 2;
 
   __device__ static __forceinline__ void issue_qk(float (&scores)[kScores], uint32_t q, uint32_t k) {
@@ -324,11 +326,11 @@ struct FwdKernel {
     }
   }
 
-  struct Rows {                    // of one thread: its two rows
-    float reference[2];            // what exponents are relative to, base 2, scaled; -inf before the first key
-    float largest[2];              // true maximum, unscaled
-    float sum[2];                  // of this thread's columns, relative to reference
-    float rescale[2];              // factor that out still needs
+  struct Rows {          // of one thread: its two rows
+    float reference[2];  // what exponents are relative to, base 2, scaled; -inf before the first key
+    float largest[2];    // true maximum, unscaled
+    float sum[2];        // of this thread's columns, relative to reference
+    float rescale[2];    // factor that out still needs
   };
 
   // Scores become probabilities relative to the reference; true when out must be rescaled before the next product.
@@ -541,8 +543,8 @@ struct FwdKernel {
   // A part of a split tile leaves its state in the workspace. The last part to arrive gathers all of them in order,
   // so that results do not depend on who was last, and returns true.
   __device__ static __forceinline__ bool merge_splits(SharedStorage& s, FwdParams const& p, FwdWork const& work,
-                                                   float (&out)[kOuts], Rows& rows, bool (&is_dead)[2], int row_in_tile,
-                                                   int group) {
+                                                      float (&out)[kOuts], Rows& rows, bool (&is_dead)[2],
+                                                      int row_in_tile, int group) {
     int const thread = threadIdx.x % 128;
     int const first = work.split_slot * p.num_heads_q + work.head;  // of num_splits, num_heads_q apart
     if (first + (work.num_splits - 1) * p.num_heads_q >= p.split_capacity) __trap();  // plan for a larger device
@@ -601,8 +603,8 @@ struct FwdKernel {
     return true;
   }
 
-  __device__ static __forceinline__ void store(FwdParams const& p, FwdWork const& work, float (&out)[kOuts],
-                                               Rows& rows, bool const (&is_dead)[2], float natural, int row_in_tile) {
+  __device__ static __forceinline__ void store(FwdParams const& p, FwdWork const& work, float (&out)[kOuts], Rows& rows,
+                                               bool const (&is_dead)[2], float natural, int row_in_tile) {
     int const lane = threadIdx.x % 32;
     float top = -INFINITY;
     float factor[2];

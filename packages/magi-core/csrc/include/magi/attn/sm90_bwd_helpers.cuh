@@ -114,13 +114,16 @@ __global__ __launch_bounds__(256) void dq_convert_kernel(DqConvertParams const p
   if (!p.is_wide) {  // head_dim or strides that do not allow wide stores
     float const words[4] = {x.x, x.y, x.z, x.w};
     for (int i = 0; i < 4 && dim + i < p.head_dim; ++i) {
-      if (p.is_float) static_cast<float*>(p.out)[at + i] = words[i];
-      else static_cast<Element*>(p.out)[at + i] = narrow<Element>(words[i]);
+      if (p.is_float)
+        static_cast<float*>(p.out)[at + i] = words[i];
+      else
+        static_cast<Element*>(p.out)[at + i] = narrow<Element>(words[i]);
     }
   } else if (p.is_float) {
     *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x;
   } else {
-    *reinterpret_cast<uint2*>(static_cast<Element*>(p.out) + at) = uint2{pack<Element>(x.x, x.y), pack<Element>(x.z, x.w)};
+    *reinterpret_cast<uint2*>(static_cast<Element*>(p.out) + at) =
+        uint2{pack<Element>(x.x, x.y), pack<Element>(x.z, x.w)};
   }
 }
 

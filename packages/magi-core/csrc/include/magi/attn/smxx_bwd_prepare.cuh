@@ -15,7 +15,7 @@ namespace magi::attn {
 
 template <class Element>
 struct BwdPrepareTraits {
-  static constexpr int kLanes = 16;    // of one (token, head)
+  static constexpr int kLanes = 16;  // of one (token, head)
   static constexpr int kThreads = 256;
   static constexpr int kRows = kThreads / kLanes;  // (token, head) pairs of a block
   static constexpr int kVector = 16 / sizeof(Element);

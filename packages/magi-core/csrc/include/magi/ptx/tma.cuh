@@ -16,8 +16,8 @@ __device__ __forceinline__ void prefetch_tensor_map(CUtensorMap const* map) {
 __device__ __forceinline__ void tma_load_3d(void* smem, CUtensorMap const* map, uint64_t* barrier, int dim, int token,
                                             int head) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          smem_address(smem)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(smem_address(smem)),
       "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_address(barrier)), "r"(dim), "r"(token), "r"(head)
       : "memory");
 }
