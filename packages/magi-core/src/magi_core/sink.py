@@ -12,7 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["apply_sink", "check_sink", "lse_of_sink", "merge", "merge_lse", "merge_weight", "sink_gradient"]
+__all__ = [
+    "apply_sink",
+    "apply_sink_",
+    "check_sink",
+    "lse_of_sink",
+    "merge",
+    "merge_lse",
+    "merge_weight",
+    "sink_gradient",
+    "sink_gradient_of_output",
+]
 
 LAYOUTS = ("sh", "ssh")
 
@@ -109,3 +119,59 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor, sink_layout: str = "
     share = torch.exp(difference.clamp_max(0.0))
     gradient = torch.where(finite, -share * slope, 0.0)
     return (gradient.sum(0) if is_shared else gradient).to(sink.dtype)
+
+
+def apply_sink_(
+    out: Tensor, lse: Tensor, sink: Tensor, sink_layout: str = "sh", *, empty_is_plus_inf: bool = False
+) -> Tensor:
+    """:func:`apply_sink` around the kernels of a FlashAttention library: ``out`` in place, heads-first lse.
+
+    One fused Triton kernel on CUDA (out in a 16-bit dtype or float32), plain torch elsewhere.
+
+    Args:
+        out: ``(rows, num_heads_q, head_dim_v)``, ``rows = batch * seqlen``, last dim contiguous; scaled in place.
+        lse: ``(batch, num_heads_q, seqlen)``, any strides; packed tokens are a batch of one.
+        sink: ``(s_sink, num_heads_q)`` or ``(rows, s_sink, num_heads_q)``, the dtype of ``lse``.
+        empty_is_plus_inf: +inf in ``lse`` stands for a row without keys, as FlashAttention-2 writes it.
+
+    Returns:
+        The new lse, ``(batch, num_heads_q, seqlen)`` contiguous.
+    """
+    if out.is_cuda and out.dtype != torch.float64:
+        from .sink_kernels import forward_correction
+
+        with torch.cuda.device(out.device):
+            return forward_correction(out, lse, sink, sink_layout, empty_is_plus_inf=empty_is_plus_inf)
+    if empty_is_plus_inf:
+        lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    batch, num_heads, seqlen = lse.shape
+    corrected, merged = apply_sink(out, lse.transpose(1, 2).reshape(batch * seqlen, num_heads), sink, sink_layout)
+    out.copy_(corrected)
+    return merged.view(batch, seqlen, num_heads).transpose(1, 2).contiguous()
+
+
+def sink_gradient_of_output(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor, sink_layout: str = "sh"
+) -> tuple[Tensor, Tensor]:
+    """``(delta, dsink)`` from a corrected output; the backward of :func:`apply_sink_`. Bitwise repeatable.
+
+    Args:
+        out, dout: ``(rows, num_heads_q, head_dim_v)``, last dim contiguous. lse, dlse: ``(batch, num_heads_q,
+        seqlen)``, the sink in them.
+
+    Returns:
+        delta ``(batch, num_heads_q, seqlen)``, 0 where lse is infinite; dsink like ``sink``.
+    """
+    if out.is_cuda and out.dtype != torch.float64:
+        from .sink_kernels import sink_backward
+
+        with torch.cuda.device(out.device):
+            delta, dsink = sink_backward(out, dout, lse, dlse, sink, sink_layout)
+        return delta, dsink.to(sink.dtype)
+    batch, num_heads, seqlen = lse.shape
+    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(2).view(batch, seqlen, num_heads).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    delta = torch.where(lse.isfinite(), delta, 0.0)
+    rows = (x.transpose(1, 2).reshape(batch * seqlen, num_heads) for x in (delta, lse))
+    return delta, sink_gradient(*rows, sink, sink_layout)

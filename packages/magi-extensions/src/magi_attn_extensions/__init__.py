@@ -31,6 +31,11 @@ _HOME = {
     "fa4_func_with_sink": "flash",
     "fa4_varlen_func_with_sink": "flash",
     "installed_providers": "providers",
+    "lightning_indexer": "dsa",
+    "indexer_scores": "dsa",
+    "provider": "providers",
+    "slice_sink_heads": "heads",
+    "use_provider": "providers",
 }
 
 __all__ = ["__version__", *_HOME]
