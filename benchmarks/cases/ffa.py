@@ -1,7 +1,7 @@
 """Flex flash attention on a GPU: forward and backward over the mask suite, beside what the machine has.
 
-Rival: FlashAttention-3's forward, where the package ``fa3-fwd`` is importable. Standard case: bf16, 64 query and 8 kv heads. The backward of ours counts everything that a call does:
-preparation, zeroed workspace, main kernel, conversion.
+Rival: FlashAttention-3's forward, where the package ``fa3-fwd`` is importable. Standard case: bf16, 64 query and 8 kv
+heads. The backward of ours counts everything that a call does: preparation, zeroed workspace, main kernel, conversion.
 """
 
 from __future__ import annotations
