@@ -14,18 +14,24 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import runtime as runtime
     from . import testing as testing
+    from .diffkv.api import diffkv_attention as diffkv_attention
     from .flash.api import flash_attention as flash_attention
     from .flash.api import flash_attention_varlen as flash_attention_varlen
+    from .paged.api import paged_attention as paged_attention
     from .registry import Support as Support
     from .registry import operators as operators
     from .registry import supports as supports
     from .runtime.device import BackendInfo as BackendInfo
+    from .split_kv.api import flash_attention_split_kv as flash_attention_split_kv
 
 # name -> (module, attribute; None for the module itself)
 _HOME = {
     "BackendInfo": ("runtime.device", "BackendInfo"),
     "flash_attention": ("flash.api", "flash_attention"),
     "flash_attention_varlen": ("flash.api", "flash_attention_varlen"),
+    "flash_attention_split_kv": ("split_kv.api", "flash_attention_split_kv"),
+    "paged_attention": ("paged.api", "paged_attention"),
+    "diffkv_attention": ("diffkv.api", "diffkv_attention"),
     "Support": ("registry", "Support"),
     "operators": ("registry", "operators"),
     "supports": ("registry", "supports"),

@@ -103,6 +103,20 @@ _ALL = (
         _DENSE | {"dropout_p"},
         "the same within packed sequences", "test_flash.py", True,
     ),
+    Operator(
+        "flash_attention_split_kv", ".split_kv.api", "flash_attention_split_kv", _attention, _DENSE,
+        "softmax attention of few queries, keys split over programs", "test_decode.py", False, "triton/decode/*",
+    ),
+    Operator(
+        "paged_attention", ".paged.api", "paged_attention", _attention,
+        frozenset({"Hq", "Hkv", "D", "dtype", "block_size"}),
+        "decode over a paged cache, float8 caches too", "test_decode.py", False, "triton/decode/*",
+    ),
+    Operator(
+        "diffkv_attention", ".diffkv.api", "diffkv_attention", _attention,
+        frozenset({"Hq", "Hkv", "D", "Dv", "dtype"}),
+        "decode over a paged cache with keys and values of different head dims", "test_decode.py",
+    ),
 )  # fmt: skip
 _OPERATORS = {operator.name: operator for operator in sorted(_ALL, key=lambda operator: operator.priority)}
 

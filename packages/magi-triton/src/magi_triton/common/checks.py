@@ -133,3 +133,31 @@ def check_no_grad(name: str, **tensors: Tensor) -> None:
             if x.requires_grad:
                 raise NotImplementedError(f"{name} has no backward, and {argument} requires a gradient: call it under "
                                           "torch.no_grad()")  # fmt: skip
+
+
+def check_splits(num_splits: int, name: str = "num_splits") -> None:
+    """ValueError unless ``0 <= num_splits <= 1024``."""
+    if not 0 <= num_splits <= 1024:
+        raise ValueError(f"{name} must be in [0, 1024] (0: choose), got {num_splits}")
+
+
+def check_pages(
+    query: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, page_size: int
+) -> None:
+    """``context_lens (num_seqs,)`` and ``block_tables (num_seqs, W)``, wide enough for ``max_context_len``.
+
+    Raises:
+        ValueError, TypeError: names the argument.
+    """
+    integers = {"context_lens": context_lens, "block_tables": block_tables}
+    check_tensors({"query": query, **integers})
+    check_integers(integers)
+    if context_lens.shape != query.shape[:1]:
+        raise ValueError(f"context_lens must have shape ({query.shape[0]},), got {tuple(context_lens.shape)}")
+    if block_tables.dim() != 2 or block_tables.shape[0] != query.shape[0]:
+        raise ValueError(f"block_tables must have shape ({query.shape[0]}, n), got {tuple(block_tables.shape)}")
+    if not 0 <= max_context_len <= block_tables.shape[1] * page_size:
+        raise ValueError(
+            f"max_context_len must be in [0, {block_tables.shape[1] * page_size}] (pages of block_tables times block"
+            f" size), got {max_context_len}"
+        )

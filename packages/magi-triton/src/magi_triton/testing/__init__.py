@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from ..dropout.reference import philox_keep_mask as philox_keep_mask
     from ..flash.reference import attention as attention
     from ..flash.reference import flash_attention as flash_attention
+    from ..paged.reference import paged_attention as paged_attention
+    from ..split_kv.reference import flash_attention_split_kv as flash_attention_split_kv
     from .budget import assert_within_budget as assert_within_budget
 
 _HOME = {
@@ -17,9 +19,19 @@ _HOME = {
     "attention": "..flash.reference",
     "flash_attention": "..flash.reference",
     "philox_keep_mask": "..dropout.reference",
+    "flash_attention_split_kv": "..split_kv.reference",
+    "paged_attention": "..paged.reference",
     "recompute_mask": "..dropout.api",
 }
-__all__ = ["assert_within_budget", "attention", "flash_attention", "philox_keep_mask", "recompute_mask"]
+__all__ = [
+    "paged_attention",
+    "flash_attention_split_kv",
+    "assert_within_budget",
+    "attention",
+    "flash_attention",
+    "philox_keep_mask",
+    "recompute_mask",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Few queries against many keys: the kernels behind split_kv, paged and diffkv."""

@@ -1,0 +1,1 @@
+"""Dense attention with the keys split over programs."""
