@@ -120,7 +120,11 @@ def test_pairs_covered_twice_count_twice_where_allowed() -> None:
 def test_every_placement_algorithm_and_overlap_algorithm_gives_the_same() -> None:
     slices = masks.make("varlen_causal", 96)
     algorithms = [
+        api.BalancedDispatchAlg(),
+        api.BalancedDispatchAlg(balance_slack=0.2),
         api.MinHeapDispatchAlg(),
+        api.LBDispatchAlg(),
+        api.DPDispatchAlg(),
         api.SequentialDispatchAlg(),
         api.SortedSequentialSelectAlg(),
         api.SortedSequentialSelectAlg(allocation_ratio=0.5),

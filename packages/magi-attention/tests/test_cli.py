@@ -234,7 +234,6 @@ def test_plan_of_nothing(capsys):
         (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--degree", "many"], "--degree must be an integer"),
         (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--degree=-1"], "degree must be at least 0"),
         (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--alg", "best"], "--alg must be one of"),
-        (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--alg", "lower_bound"], "must place chunks"),
         (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--chunk-size", "0"], "chunk_size must be at"),
         (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["plan", "causal", "-p", "total_q=8", "--world-size", "2", "--causal"], "belong to --cu-seqlens"),

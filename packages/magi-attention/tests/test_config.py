@@ -7,6 +7,7 @@ import torch
 from magi_attention import config
 from magi_attention.common.enum import AttnOverlapMode, DispatchAlgType, OverlapAlgType
 from magi_attention.config import (
+    BalancedDispatchAlg,
     BatchToppHeapDispatchAlg,
     BSDispatchAlg,
     BTPDispatchAlg,
@@ -28,9 +29,11 @@ from magi_attention.config import (
 )
 
 DISPATCH_ALGS = {
-    # class: (type, is_optimal, is_partitions_returned, is_equal_num_workloads); reference/kernel-and-api.md 3.8
-    LBDispatchAlg: (DispatchAlgType.LOWER_BOUND, False, False, False),
-    DPDispatchAlg: (DispatchAlgType.DYNAMIC_PROGRAMMING, True, False, False),
+    # class: (type, is_optimal, is_partitions_returned, is_equal_num_workloads); reference/kernel-and-api.md 3.8.
+    # The public LB and DP give a bound only; ours place chunks as well. Balanced is ours alone.
+    BalancedDispatchAlg: (DispatchAlgType.BALANCED, False, True, False),
+    LBDispatchAlg: (DispatchAlgType.LOWER_BOUND, False, True, False),
+    DPDispatchAlg: (DispatchAlgType.DYNAMIC_PROGRAMMING, True, True, False),
     BSDispatchAlg: (DispatchAlgType.BINARY_SEARCH, True, True, False),
     MinHeapDispatchAlg: (DispatchAlgType.MIN_HEAP, False, True, False),
     BTPDispatchAlg: (DispatchAlgType.BACKTRACKING_PRUNING, True, True, True),
@@ -46,7 +49,7 @@ CONCRETE = [kind for kind in ALL if kind not in (DispatchAlg, OverlapAlg)]
 
 def test_public_defaults():
     default = DistAttnConfig()
-    assert default.dispatch_config == DispatchConfig(chunk_size=None, uneven_shard=False, alg=MinHeapDispatchAlg())
+    assert default.dispatch_config == DispatchConfig(chunk_size=None, uneven_shard=False, alg=BalancedDispatchAlg())
     assert default.overlap_config == OverlapConfig(
         mode=AttnOverlapMode.STATIC, degree=1, dynamic_max_degree=8, min_chunk_size=512, max_num_chunks=64,
         alg=UniformOverlapAlg(random_costs=False, random_seed=None), calc_cost_factor=1.0, comm_cost_factor=1.0,
@@ -56,6 +59,7 @@ def test_public_defaults():
         num_nvl_bytes=2_000_000_000, num_rdma_bytes=0,
     )  # fmt: skip
     assert default.dsink_reduce is None
+    assert BalancedDispatchAlg().balance_slack == 0.01
     assert ToppHeapDispatchAlg().top_p == BatchToppHeapDispatchAlg().top_p == 0.0
     assert BatchToppHeapDispatchAlg().num_of_select_chunk == 1
     assert SortedSequentialSelectAlg().allocation_ratio == 1.0
@@ -115,6 +119,7 @@ def test_overlap_degrees_never_compare_equal_and_are_never_rewritten():
         (lambda: DispatchConfig(chunk_size=True), TypeError, "DispatchConfig.chunk_size must be an int, got True"),
         (lambda: DispatchConfig(uneven_shard=1), TypeError, "DispatchConfig.uneven_shard must be a bool, got 1"),
         (lambda: DispatchConfig(alg="min_heap"), TypeError, "DispatchConfig.alg must be a DispatchAlg, got 'min_heap'"),
+        (lambda: BalancedDispatchAlg(balance_slack=-0.1), ValueError, "balance_slack must be finite and within"),
         (lambda: DispatchConfig(alg=MinHeapDispatchAlg), TypeError, "pass an instance, not the class"),
         (lambda: ToppHeapDispatchAlg(top_p=1.5), ValueError, r"top_p must be finite and within \[0, 1\], got 1.5"),
         (lambda: BatchToppHeapDispatchAlg(num_of_select_chunk=0), ValueError, "num_of_select_chunk must be at least 1"),

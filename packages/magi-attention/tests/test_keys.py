@@ -16,10 +16,12 @@ from magi_attention import env
 from magi_attention.api import (
     AttnMaskType,
     AttnRanges,
+    BalancedDispatchAlg,
     DispatchConfig,
     DistAttnConfig,
     DPDispatchAlg,
     LBDispatchAlg,
+    MinHeapDispatchAlg,
     OverlapConfig,
     SequentialDispatchAlg,
     magi_attn_flex_key,
@@ -30,6 +32,7 @@ from magi_attention.planning.registry import DistAttnRuntimeDictManager
 from magi_comm.groups import SingleCommunicator
 from magi_comm.testing import ThreadWorld
 from magi_core.mask import Mask
+from magi_core.planner import verify
 
 
 class OneRank(SingleCommunicator):
@@ -175,11 +178,52 @@ def test_the_automatic_chunk_size_caps_the_configured_one() -> None:
             key = key_of(comm, [(0, 100)], [(0, 100)], total=100, dist_attn_config=config)
             sizes.append((key.chunk_size, key.pad_size, key.shard_q))
             assert key.pad_size == api.compute_pad_size(100, 2, key.chunk_size)
-        with env.override(min_chunks_per_rank=2):
-            sizes.append(key_of(comm, [(0, 100)], [(0, 100)], total=100).chunk_size)
         return sizes
 
-    assert ThreadWorld(2).run(rank)[0] == [(7, 12, 56), (2, 0, 50), (7, 12, 56), 25]
+    assert ThreadWorld(2).run(rank)[0] == [(7, 12, 56), (2, 0, 50), (7, 12, 56)]
+    with env.override(min_chunks_per_rank=2):  # around the world: it is of the process, which all ranks share
+        assert ThreadWorld(2).run(rank)[0][::2] == [(25, 0, 50)] * 2
+
+
+def test_a_free_chunk_size_follows_the_mask() -> None:
+    """One document five chunks long and many short ones: eight chunks a rank cannot be balanced."""
+    lengths = [1280] + [64] * 236
+    cu = np.cumsum([0, *lengths]).tolist()
+    pairs = list(zip(cu, cu[1:], strict=False))
+
+    def rank(comm):
+        out = []
+        for dispatch in (
+            DispatchConfig(),
+            DispatchConfig(alg=BalancedDispatchAlg(balance_slack=0.0)),
+            DispatchConfig(alg=MinHeapDispatchAlg()),
+            DispatchConfig(chunk_size=4096),
+        ):
+            key = key_of(comm, pairs, pairs, "causal", total=cu[-1], dist_attn_config=DistAttnConfig(dispatch))
+            plan = api.dist_attn_runtime_dict_mgr.get(key).dist_plan
+            out.append((key.chunk_size, float(plan.balance.max() / plan.balance.mean())))
+        return out
+
+    free, strict, heap, given = ThreadWorld(8).run(rank)[0]
+    assert heap[0] == given[0] == 256  # ceil(16384 / (8 * 8)): who names an algorithm or a size gets the public rule
+    assert free[0] == strict[0] == 64
+    assert strict[1] <= free[1] <= 1.06
+    assert heap[1] > 1.5 and given[1] > 1.5
+
+
+@pytest.mark.parametrize("alg", [LBDispatchAlg(), DPDispatchAlg(), BalancedDispatchAlg()], ids=lambda a: a.type.value)
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+def test_algorithms_that_others_refuse_place_chunks(alg, uneven) -> None:
+    def rank(comm):
+        config = DistAttnConfig(DispatchConfig(chunk_size=8, uneven_shard=uneven, alg=alg))
+        key = key_of(comm, [(0, 60), (60, 100)], [(0, 60), (60, 100)], "causal", total=100, dist_attn_config=config)
+        plan = api.dist_attn_runtime_dict_mgr.get(key).dist_plan
+        verify(plan)
+        x = torch.arange(100.0)[:, None]
+        assert torch.equal(api.undispatch(api.dispatch(x, key), key), x)
+        return plan.digest
+
+    assert len({*ThreadWorld(3).run(rank)}) == 1
 
 
 def test_a_key_is_an_identity_of_this_process(group) -> None:
@@ -301,16 +345,6 @@ def test_a_manager_of_plans_may_have_its_own_size(group) -> None:
         ({"head_dim": 8.0}, TypeError, r"head_dim must be an int, got 8.0 of float"),
         ({"is_same_source": 1}, TypeError, r"is_same_source must be a bool, got 1 of int"),
         ({"dist_attn_config": {}}, TypeError, r"dist_attn_config must be a DistAttnConfig, got dict"),
-        (
-            {"dist_attn_config": DistAttnConfig(dispatch_config=DispatchConfig(alg=LBDispatchAlg()))},
-            ValueError,
-            r"DispatchConfig.alg must place chunks; LBDispatchAlg gives a bound only",
-        ),
-        (
-            {"dist_attn_config": DistAttnConfig(dispatch_config=DispatchConfig(alg=DPDispatchAlg()))},
-            ValueError,
-            r"DPDispatchAlg gives a bound only",
-        ),
     ],
 )
 def test_wrong_arguments_are_refused(group, change, error, message) -> None:

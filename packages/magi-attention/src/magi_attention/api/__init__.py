@@ -6,6 +6,7 @@ from magi_core.ranges import AttnRanges
 
 from ..common.enum import AttnOverlapMode
 from ..config import (
+    BalancedDispatchAlg,
     BSDispatchAlg,
     DispatchAlg,
     DispatchConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "AttnMaskType",
     "AttnOverlapMode",
     "AttnRanges",
+    "BalancedDispatchAlg",
     "BSDispatchAlg",
     "DPDispatchAlg",
     "DispatchAlg",

@@ -194,7 +194,7 @@ def plan_mask(mask: "Mask", world_size: int, config: "DistAttnConfig") -> Planne
     """Plan a mask as a key over ``world_size`` ranks would be, without a group.
 
     Raises:
-        ValueError: an algorithm that places nothing, sizes that do not fit.
+        ValueError: sizes that do not fit.
     """
     import numpy as np
     from magi_core.planner import Owners, plan_distributed
@@ -204,7 +204,9 @@ def plan_mask(mask: "Mask", world_size: int, config: "DistAttnConfig") -> Planne
 
     dispatch = config.dispatch_config
     even = not dispatch.uneven_shard and world_size > 1
-    chunk_size = chunk_size_for(mask.total_q, world_size, config, env.snapshot().min_chunks_per_rank)
+    chunk_size = chunk_size_for(
+        mask.bands, mask.total_q, world_size, dispatch, dispatch.alg, env.snapshot().min_chunks_per_rank
+    )
     queries = place_by_area(mask.bands, mask.total_q, world_size, chunk_size, dispatch.alg, even=even)
     keys = queries if mask.total_q == mask.total_k else place_contiguously(mask.total_k, world_size, even=even)
     owners = [Owners([r.astype(np.int32) for r in place.ranges], place.total) for place in (queries, keys)]
@@ -307,7 +309,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
     parser.add_argument("--chunk-size", type=int, metavar="TOKENS", help="largest chunk (default: by world size)")
     parser.add_argument("--uneven-shard", action="store_true", help="no padding; ranks may hold different numbers")
-    parser.add_argument("--alg", default="min_heap", help="placement of chunks (default: min_heap)")
+    parser.add_argument("--alg", default="balanced", help="placement of chunks (default: balanced)")
     parser.add_argument("--degree", default="1", help="remote stages, or 'auto' (default: 1)")
     parser.add_argument("--min-chunk-size", type=int, default=512, metavar="TOKENS", help="smallest piece of keys")
     parser.add_argument("--max-num-chunks", type=int, default=64, metavar="N", help="most pieces of keys")

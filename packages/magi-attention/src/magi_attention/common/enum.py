@@ -72,6 +72,7 @@ class DispatchAlgType(Enum):
     SEQUENTIAL_SELECT = "sequential_select"
     BATCH_TOPP_HEAP = "batch_topp_heap"
     SORTED_SEQUENTIAL_SELECT = "sorted_sequential_select"
+    BALANCED = "balanced"
 
 
 class DynamicAttnAlgType(Enum):

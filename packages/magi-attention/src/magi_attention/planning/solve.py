@@ -26,13 +26,16 @@ from magi_core.planner import (
     chunk_areas,
     dispatch_chunks,
     plan_distributed,
+    suggest_chunk_size,
     verify,
 )
 
 from .. import env
 from ..config import (
+    BalancedDispatchAlg,
     BatchToppHeapDispatchAlg,
     DispatchAlg,
+    DispatchConfig,
     DistAttnConfig,
     OverlapConfig,
     RandomSelectDispatchAlg,
@@ -128,24 +131,39 @@ class _Memo:
         return value
 
 
+_chunk_sizes = _Memo(16)
 _placements = _Memo(16)
 _dist_plans = _Memo(16)
 
 
 def forget_solutions() -> None:
     """Drop what was solved and may be shared; keys keep their own."""
+    _chunk_sizes.clear()
     _placements.clear()
     _dist_plans.clear()
 
 
-def chunk_size_for(total: int, world_size: int, config: DistAttnConfig, min_chunks_per_rank: int) -> int:
-    """``ceil(total / (min_chunks_per_rank * world_size))``, at most the configured size, at least 1."""
+def chunk_size_for(
+    bands: Bands, total: int, world_size: int, dispatch: DispatchConfig, alg: DispatchAlg, min_chunks_per_rank: int
+) -> int:
+    """Tokens of a chunk: ``ceil(total / (min_chunks_per_rank * world_size))``, at most the configured size, at least 1.
+
+    Where nobody chose (no size, the usual number of chunks, our own algorithm), the mask does: see
+    ``magi_core.planner.suggest_chunk_size``.
+    """
+    if (
+        dispatch.chunk_size is None
+        and isinstance(alg, BalancedDispatchAlg)
+        and min_chunks_per_rank == EnvSnapshot().min_chunks_per_rank
+    ):
+        return suggest_chunk_size(bands, total, world_size)
     automatic = max(1, -(-total // (min_chunks_per_rank * world_size)))
-    configured = config.dispatch_config.chunk_size
-    return automatic if configured is None else min(automatic, configured)
+    return automatic if dispatch.chunk_size is None else min(automatic, dispatch.chunk_size)
 
 
 def _algorithm_options(alg: DispatchAlg) -> dict[str, Any]:
+    if isinstance(alg, BalancedDispatchAlg):
+        return {"balance_ppm": round(1e6 * alg.balance_slack)}
     if isinstance(alg, ToppHeapDispatchAlg):
         return {"top_p": float(alg.top_p)}
     if isinstance(alg, BatchToppHeapDispatchAlg):
@@ -160,16 +178,7 @@ def _algorithm_options(alg: DispatchAlg) -> dict[str, Any]:
 def place_by_area(
     bands: Bands, total: int, world_size: int, chunk_size: int, alg: DispatchAlg, *, even: bool
 ) -> TokenPlacement:
-    """Chunks of query rows on ranks, balanced by visible pairs.
-
-    Raises:
-        ValueError: an algorithm that gives a bound instead of a placement.
-    """
-    if not alg.is_partitions_returned:
-        raise ValueError(
-            f"DispatchConfig.alg must place chunks; {type(alg).__name__} gives a bound only: "
-            "use MinHeapDispatchAlg, BSDispatchAlg or another that does"
-        )
+    """Chunks of query rows on ranks, as ``alg`` shares them out."""
     areas = chunk_areas(bands, chunk_size, total)
     chunks = dispatch_chunks(
         areas,
@@ -256,8 +265,10 @@ def make_key(
     is_shared = is_same_source and mask.total_q == mask.total_k
     is_permutable = is_q_permutable and (is_k_permutable or not is_shared)
     alg = dispatch_config.alg if is_permutable else SequentialDispatchAlg()
-    chunk_size = chunk_size_for(mask.total_q, comm.size, config, snapshot.min_chunks_per_rank)
-
+    chunk_size: int = _chunk_sizes.get(
+        (mask.digest, mask.total_q, comm.size, dispatch_config, alg, snapshot.min_chunks_per_rank),
+        lambda: chunk_size_for(mask.bands, mask.total_q, comm.size, dispatch_config, alg, snapshot.min_chunks_per_rank),
+    )
     q_placement: TokenPlacement = _placements.get(
         ("q", mask.digest, mask.total_q, comm.size, chunk_size, alg, even),
         lambda: place_by_area(mask.bands, mask.total_q, comm.size, chunk_size, alg, even=even),
