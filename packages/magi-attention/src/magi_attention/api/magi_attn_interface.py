@@ -20,13 +20,7 @@ from ..common.enum import AttnRole
 from ..config import DistAttnConfig
 from ..planning.arguments import GeneralAttnMaskType, GroupLike, RangesLike, as_group, check_role
 from ..planning.key import DistAttnRuntimeKey
-from ..planning.manager import (
-    DistAttnRuntimeMgr,
-    check_attention_arguments,
-    in_precision,
-    position_device,
-    sink_in_precision,
-)
+from ..planning.manager import DistAttnRuntimeMgr, attention_arguments, position_device
 from ..planning.registry import dist_attn_runtime_dict_mgr
 from ..planning.solve import KeyRequest, forget_solutions, make_key, make_key_on_placement
 from ..runtime.ops import NAMESPACE
@@ -54,8 +48,15 @@ def _configured(
         DeprecationWarning,
         stacklevel=stacklevel,
     )
+    return _with_chunk_size(dist_attn_config, chunk_size)
+
+
+def _with_chunk_size(dist_attn_config: DistAttnConfig, chunk_size: int | None) -> DistAttnConfig:
+    """The configuration with a chunk size given beside it. Raises ValueError when the two disagree."""
     dispatch_config = dist_attn_config.dispatch_config
-    if dispatch_config.chunk_size not in (None, chunk_size):
+    if chunk_size is None or chunk_size == dispatch_config.chunk_size:
+        return dist_attn_config
+    if dispatch_config.chunk_size is not None:
         raise ValueError(
             f"chunk_size must agree with DispatchConfig.chunk_size ({dispatch_config.chunk_size}), got {chunk_size}"
         )
@@ -414,15 +415,9 @@ def calc_attn(
     """
     if torch.compiler.is_compiling():
         _check_key(key)
-        check_attention_arguments(key, q, k, v, sink, softcap)
-        scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-        in_dtype = q.dtype
-        q, k, v = in_precision(key, q, k, v)
-        sink = sink_in_precision(sink, q)
-        out, lse, max_logits = _OPS.calc_attn_fwd(
-            q, k, v, sink, key.handle, scale, float(softcap), bool(return_max_logits)
-        )
-        return out.to(in_dtype), AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
+        *tensors, scale, cap = attention_arguments(key, q, k, v, sink, softmax_scale, softcap, return_max_logits)
+        out, lse, max_logits = _OPS.calc_attn_fwd(*tensors, key.handle, scale, cap, return_max_logits)
+        return out.to(q.dtype), AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
     manager = dist_attn_runtime_dict_mgr.get(key)
     return manager.calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
 
@@ -477,9 +472,6 @@ def init_dist_attn_runtime_key(
     dist_attn_config: DistAttnConfig = DistAttnConfig(),  # noqa: B008  frozen
 ) -> DistAttnRuntimeKey:
     """``magi_attn_flex_key`` under its older name: ``cp_mesh``, when given, stands for ``cp_group``."""
-    dispatch_config = dist_attn_config.dispatch_config
-    if chunk_size is not None and dispatch_config.chunk_size is None:
-        dist_attn_config = replace(dist_attn_config, dispatch_config=replace(dispatch_config, chunk_size=chunk_size))
     return magi_attn_flex_key(
         q_ranges,
         k_ranges,
@@ -491,7 +483,7 @@ def init_dist_attn_runtime_key(
         head_dim,
         0,
         cp_mesh if cp_mesh is not None else cp_group,
-        dist_attn_config,
+        _with_chunk_size(dist_attn_config, chunk_size),
     )
 
 
@@ -513,9 +505,6 @@ def init_dist_attn_runtime_mgr(
     cp_mesh: GroupLike = None,
 ) -> DistAttnRuntimeMgr:
     """Plan as ``magi_attn_flex_key`` does, and return the manager instead of its key."""
-    dispatch_config = dist_attn_config.dispatch_config
-    if chunk_size is not None and dispatch_config.chunk_size is None:
-        dist_attn_config = replace(dist_attn_config, dispatch_config=replace(dispatch_config, chunk_size=chunk_size))
     key = magi_attn_flex_key(
         q_ranges,
         k_ranges,
@@ -527,7 +516,7 @@ def init_dist_attn_runtime_mgr(
         head_dim,
         0,
         cp_mesh if cp_mesh is not None else cp_group,
-        dist_attn_config,
+        _with_chunk_size(dist_attn_config, chunk_size),
         is_same_source,
         is_q_permutable,
         is_k_permutable,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from magi_core.backends.reference import compute_dtype
 from magi_core.bands import Bands
+from magi_core.checks import check_bool, check_qkv, check_score_options, check_sink
 from magi_core.flex_attn import AttnForwardMeta
 from magi_core.planner import DistPlan
 from magi_core.ranges import AttnRanges
 from torch import Tensor
 
 from ..common.enum import AttnRole
-from ..runtime.attention import DistAttention, DistAttnRuntime, acc_dtype
+from ..runtime.attention import DistAttention, DistAttnRuntime, sink_layout_of
 from ..runtime.transport import Dispatch, Roll, Transport, Undispatch
 from ..utils.nvtx import instrument_nvtx
 from .arguments import as_mask, check_role
@@ -117,15 +119,9 @@ class DistAttnRuntimeMgr:
         return_max_logits: bool = False,
     ) -> tuple[Tensor, AttnForwardMeta]:
         """Attention of this rank's queries over all keys that the mask shows them; see ``api.calc_attn``."""
-        check_attention_arguments(self.key, q, k, v, sink, softcap)
-        scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-        in_dtype = q.dtype
-        q, k, v = in_precision(self.key, q, k, v)
-        sink = sink_in_precision(sink, q)
-        out, lse, max_logits = DistAttention.apply(
-            q, k, v, sink, self.runtime, scale, float(softcap), bool(return_max_logits)
-        )
-        return out.to(in_dtype), AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
+        *tensors, scale, cap = attention_arguments(self.key, q, k, v, sink, softmax_scale, softcap, return_max_logits)
+        out, lse, max_logits = DistAttention.apply(*tensors, self.runtime, scale, cap, return_max_logits)
+        return out.to(q.dtype), AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
 
     def get_position_ids(
         self, attn_role: AttnRole = AttnRole.QUERY, device: torch.device | str | None = None
@@ -168,10 +164,21 @@ def _pairs(ranges: Any) -> list[Any]:
     return ranges.tolist() if hasattr(ranges, "tolist") else list(ranges)
 
 
-def check_attention_arguments(
-    key: DistAttnRuntimeKey, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, softcap: float
-) -> None:
-    """Refuse tensors that are not this rank's shards for ``key``.
+def attention_arguments(
+    key: DistAttnRuntimeKey,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, float]:
+    """The arguments of ``calc_attn`` as its stages take them: checked before anything travels; q, k and v in the dtype
+    that the environment asked for when the key was made, the sink in that of the scores.
+
+    Returns:
+        ``(q, k, v, sink, softmax_scale, softcap)``.
 
     Raises:
         ValueError, TypeError: naming the argument, what the key expects, and what came.
@@ -181,45 +188,24 @@ def check_attention_arguments(
         ("k", k, key.num_heads_kv, key.shard_k),
         ("v", v, key.num_heads_kv, key.shard_k),
     ):
-        if x.dim() != 3:
-            raise ValueError(f"{name} must have 3 dims (local tokens, heads, head_dim), got shape {tuple(x.shape)}")
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            continue  # for check_qkv to refuse
         if x.shape[0] != rows or x.shape[1] != heads:
             raise ValueError(
                 f"{name} must have the key's {rows} local tokens and {heads} heads on this rank, "
                 f"got shape {tuple(x.shape)}"
             )
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[2] != key.head_dim:
+        if name != "v" and x.shape[2] != key.head_dim:
             raise ValueError(f"{name} must have the key's head_dim {key.head_dim}, got {x.shape[2]}")
-    if softcap < 0:
-        raise ValueError(f"softcap must be at least 0 (0: none), got {softcap}")
+    check_qkv(q, k, v)
+    scale, cap = check_score_options(softmax_scale, softcap, q.shape[2])
+    check_bool(return_max_logits, "return_max_logits")
     if sink is not None:
-        if sink.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"sink must be float32 (float64 with float64 q), got {sink.dtype}")
-        is_sh = sink.dim() == 2 and sink.shape[1] == key.num_heads_q
-        is_ssh = sink.dim() == 3 and sink.shape[0] == key.shard_q and sink.shape[2] == key.num_heads_q
-        if not (is_sh or is_ssh) or sink.shape[-2] < 1:
-            raise ValueError(
-                f"sink must be (s_sink, {key.num_heads_q}), the same on all ranks, or ({key.shard_q}, s_sink, "
-                f"{key.num_heads_q}), one set per local query, with s_sink at least 1, got shape {tuple(sink.shape)}"
-            )
-        if sink.device != q.device:
-            raise ValueError(f"sink must be on the device of q ({q.device}), got {sink.device}")
-
-
-def in_precision(key: DistAttnRuntimeKey, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that the environment asked for when the key was made, else as they are."""
-    precision = key.env.precision
-    return tensors if precision is None else tuple(x.to(precision.to_torch_dtype()) for x in tensors)
-
-
-def sink_in_precision(sink: Tensor | None, q: Tensor) -> Tensor | None:
-    """The sink in the dtype in which scores are kept."""
-    return None if sink is None else sink.to(acc_dtype(q.dtype))
+        check_sink(sink, sink_layout_of(sink), key.shard_q, key.num_heads_q, q.device)
+    if key.env.precision is not None:
+        dtype = key.env.precision.to_torch_dtype()
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v, None if sink is None else sink.to(compute_dtype(q.dtype)), scale, cap
 
 
 def position_device(key: DistAttnRuntimeKey, device: torch.device | str | None) -> torch.device:
@@ -236,8 +222,6 @@ def position_device(key: DistAttnRuntimeKey, device: torch.device | str | None) 
 
 __all__ = [
     "DistAttnRuntimeMgr",
-    "check_attention_arguments",
-    "in_precision",
+    "attention_arguments",
     "position_device",
-    "sink_in_precision",
 ]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from magi_comm.groups import Communicator
 from magi_comm.range_exchange import RangeExchange
+from magi_core.backends.reference import compute_dtype
 from magi_core.plan import FlexPlan
 from magi_core.stages import (
     attn_bwd_prepare,
@@ -79,14 +80,9 @@ class DistAttnRuntime:
     dsink_reduce: Literal["none", "sum", "avg"]
 
 
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What scores, softmax and sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def sink_layout_of(sink: Tensor | None) -> str:
     """``"ssh"`` for a sink with a row per query, else ``"sh"``."""
-    return "ssh" if sink is not None and sink.dim() == 3 else "sh"
+    return "ssh" if isinstance(sink, Tensor) and sink.dim() == 3 else "sh"
 
 
 class _Fetches:
@@ -136,7 +132,7 @@ def forward(
     """``(out, lse, max_logits)`` of this rank's shard; padding rows are 0 and -inf. ``max_logits`` is over all ranks,
     and of length 0 when not asked for."""
     shard_q, num_heads_q = q.shape[0], q.shape[1]
-    wide = acc_dtype(q.dtype)
+    wide = compute_dtype(q.dtype)
     out = q.new_empty((shard_q, num_heads_q, v.shape[2]))
     lse = q.new_empty((shard_q, num_heads_q), dtype=wide)
     out[runtime.num_q :] = 0
@@ -219,7 +215,7 @@ def backward(
         return None, None, None, dsink
 
     workspace = new_dq_workspace(q, backend=runtime.backend)
-    wide = acc_dtype(k.dtype) if runtime.owes_keys and needs_kv else k.dtype
+    wide = compute_dtype(k.dtype) if runtime.owes_keys and needs_kv else k.dtype
     dk, dv = k.new_empty(k.shape, dtype=wide), v.new_empty(v.shape, dtype=wide)
     returns: list[Any] = []
     for stage in range(len(runtime.remote) + 1):
@@ -316,4 +312,4 @@ class DistAttention(torch.autograd.Function):
         return dq, dk if needs_k else None, dv if needs_v else None, dsink, None, None, None, None
 
 
-__all__ = ["DistAttention", "DistAttnRuntime", "RemoteStage", "acc_dtype", "backward", "forward", "sink_layout_of"]
+__all__ = ["DistAttention", "DistAttnRuntime", "RemoteStage", "backward", "forward", "sink_layout_of"]

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from magi_core.backends.reference import compute_dtype
 from torch import Tensor
 
-from .attention import acc_dtype, backward, forward
+from .attention import backward, forward
 from .handles import handles
 from .transport import Transport, roll_along
 
@@ -128,7 +129,7 @@ def _calc_attn_fwd_fake(
     softcap: float,
     return_max_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = acc_dtype(q.dtype)
+    wide = compute_dtype(q.dtype)
     return (
         q.new_empty((q.shape[0], q.shape[1], v.shape[2])),
         q.new_empty((q.shape[0], q.shape[1]), dtype=wide),
