@@ -91,6 +91,14 @@ def test_operands_that_need_a_copy():
     assert torch.equal(out, again)
 
 
+def test_expanded_gradient():
+    q = torch.randn(200, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out, _ = flex_flash_attn_func(q, q, q, [[0, 200]], [[0, 200]], [1])
+    (ours,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    (want,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert torch.allclose(ours.float(), want.float(), atol=1e-2)
+
+
 def test_forward_is_bitwise_repeatable():
     q, k, v = (torch.randn(3000, h, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
     first, meta = flex_flash_attn_func(q[:100], k, v, [[0, 100]], [[0, 3000]], [0])  # split along the keys

@@ -23,39 +23,6 @@ ffi::String magi_version() { return MAGI_VERSION; }
 
 int64_t magi_plan_format() { return plan::kVersion; }
 
-void attn_bwd_prepare(ffi::TensorView delta, ffi::TensorView dout, ffi::TensorView out, ffi::TensorView lse,
-                      ffi::Optional<ffi::TensorView> dlse) {
-  check_rank("out", out, 3);
-  check_same_shape("dout", dout, "out", out);
-  attn::ElementType const element = element_of("out", out);
-  check_dtype_of("dout", dout, "out", out);
-  check_rank("lse", lse, 2);
-  check_row_stats("lse", lse, out);
-  check_row_stats("delta", delta, out);
-  if (dlse.has_value()) check_row_stats("dlse", dlse.value(), out);
-  for (auto const& [name, t] : {std::pair{"dout", dout}, {"out", out}}) check_last_dim_contiguous(name, t);
-  int const device = cuda_device_of("out", out);
-  for (auto const& [name, t] : {std::pair{"delta", delta}, {"dout", dout}, {"lse", lse}}) check_device(name, t, out);
-
-  attn::BwdPrepareParams params{};
-  params.dout = data_of(dout), params.out = data_of(out);
-  params.lse = static_cast<float const*>(data_of(lse));
-  params.delta = static_cast<float*>(data_of(delta));
-  params.total_q = out.size(0);
-  params.num_heads = int(out.size(1)), params.head_dim_v = int(out.size(2));
-  copy_strides(params.dout_strides, dout);
-  copy_strides(params.out_strides, out);
-  copy_strides(params.lse_strides, lse);
-  copy_strides(params.delta_strides, delta);
-  if (dlse.has_value()) {
-    check_device("dlse", dlse.value(), out);
-    params.dlse = static_cast<float const*>(data_of(dlse.value()));
-    copy_strides(params.dlse_strides, dlse.value());
-  }
-  params.is_wide = has_wide_rows(dout) && has_wide_rows(out);
-  check_status("attn_bwd_prepare", attn::launch_bwd_prepare(params, element, stream_of(device)));
-}
-
 // 32-bit words on the device of a tensor, from its framework's allocator.
 ffi::Tensor device_words(ffi::TensorView like, int64_t words) {
   return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({words}), DLDataType{kDLInt, 32, 1}, like.device());
@@ -82,16 +49,15 @@ void copy_rows(void const* from, int64_t const* from_strides, int from_dim, void
 // The copy lives until the call returns; the allocator orders its reuse by stream.
 class Operand {
  public:
-  Operand(char const* name, ffi::TensorView t, attn::ElementType element, float factor, cudaStream_t stream)
+  Operand(ffi::TensorView t, attn::ElementType element, float factor, cudaStream_t stream)
       : tensor{data_of(t), t.size(0), int(t.size(1)), int(t.size(2)), {t.stride(0), t.stride(1)}} {
-    bool const is_contiguous = t.stride(2) == 1 || t.size(2) <= 1;
-    MAGI_CHECK(is_contiguous, ValueError) << name << " must be contiguous in its last dim, got stride " << t.stride(2);
     if (t.numel() == 0 || (factor == 1.0f && has_wide_rows(t))) return;
     int64_t const dim = round_up(t.size(2), 8);
     copy_.emplace(device_words(t, t.size(0) * t.size(1) * dim / 2));
     attn::TokenTensor const from = tensor;
     tensor = {copy_->data_ptr(), t.size(0), int(t.size(1)), int(dim), {t.size(1) * dim, dim}};
-    copy_rows(from.data, from.strides, from.dim, copy_->data_ptr(), tensor.strides, int(dim), t, factor, element, false,
+    int64_t const strides[3] = {from.strides[0], from.strides[1], t.stride(2)};
+    copy_rows(from.data, strides, from.dim, copy_->data_ptr(), tensor.strides, int(dim), t, factor, element, false,
               stream);
   }
 
@@ -121,9 +87,9 @@ class Result {
   }
   void finish() const {
     if (!copy_) return;
-    int64_t const to[2] = {view_.stride(0), view_.stride(1)};
+    int64_t const to[2] = {view_.stride(0), view_.stride(1)}, from[3] = {strides[0], strides[1], 1};
     int const dims = int(view_.size(2));
-    copy_rows(data, strides, dims, data_of(view_), to, dims, view_, 1.0f, element_, is_float, stream_);
+    copy_rows(data, from, dims, data_of(view_), to, dims, view_, 1.0f, element_, is_float, stream_);
   }
 
   void* data;
@@ -268,8 +234,8 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
   attn::FwdEntry const* const kernel =
       find_kernel(attn::fwd_entries(), {element, int(q.size(2)), int(v.size(2)), softcap > 0});
   if (q.size(0) == 0 || q.size(1) == 0) return;
-  Operand const operand_q("q", q, element, scale.q_factor, stream), operand_k("k", k, element, 1.0f, stream),
-      operand_v("v", v, element, 1.0f, stream);
+  Operand const operand_q(q, element, scale.q_factor, stream), operand_k(k, element, 1.0f, stream),
+      operand_v(v, element, 1.0f, stream);
   attn::FwdTensors const tensors{operand_q.tensor, operand_k.tensor, operand_v.tensor};
   // Per-call state from the caller's allocator: queue counter, arrivals of split tiles, their partial results. A plan
   // has at most 4 parts per SM that it balances for (nominally 132).
@@ -285,6 +251,42 @@ void attn_fwd(ffi::TensorView out, ffi::Optional<ffi::TensorView> out_acc, ffi::
   check_status("attn_fwd", cudaMemsetAsync(params.counter, 0, flag_words * 4, stream));
   check_status("attn_fwd", kernel->launcher(params, tensors, ctas, stream));
   result.finish();
+}
+
+void attn_bwd_prepare(ffi::TensorView delta, ffi::TensorView dout, ffi::TensorView out, ffi::TensorView lse,
+                      ffi::Optional<ffi::TensorView> dlse) {
+  check_rank("out", out, 3);
+  check_same_shape("dout", dout, "out", out);
+  attn::ElementType const element = element_of("out", out);
+  check_dtype_of("dout", dout, "out", out);
+  check_rank("lse", lse, 2);
+  check_row_stats("lse", lse, out);
+  check_row_stats("delta", delta, out);
+  if (dlse.has_value()) check_row_stats("dlse", dlse.value(), out);
+  int const device = cuda_device_of("out", out);
+  for (auto const& [name, t] : {std::pair{"delta", delta}, {"dout", dout}, {"lse", lse}}) check_device(name, t, out);
+
+  attn::BwdPrepareParams params{};
+  cudaStream_t const stream = stream_of(device);
+  Operand const operand_dout(dout, element, 1.0f, stream), operand_out(out, element, 1.0f, stream);
+  params.dout = operand_dout.tensor.data, params.out = operand_out.tensor.data;
+  params.lse = static_cast<float const*>(data_of(lse));
+  params.delta = static_cast<float*>(data_of(delta));
+  params.total_q = out.size(0);
+  params.num_heads = int(out.size(1)), params.head_dim_v = operand_out.tensor.dim;
+  for (int i = 0; i < 2; ++i) {
+    params.dout_strides[i] = operand_dout.tensor.strides[i], params.out_strides[i] = operand_out.tensor.strides[i];
+  }
+  copy_strides(params.lse_strides, lse);
+  copy_strides(params.delta_strides, delta);
+  if (dlse.has_value()) {
+    check_device("dlse", dlse.value(), out);
+    params.dlse = static_cast<float const*>(data_of(dlse.value()));
+    copy_strides(params.dlse_strides, dlse.value());
+  }
+  params.is_wide = true;  // operands are, padded by zeros where need be
+  if (out.numel() == 0) return;
+  check_status("attn_bwd_prepare", attn::launch_bwd_prepare(params, element, stream));
 }
 
 int dq_row_capacity(int64_t total_q) { return int((total_q + 63) / 64 * 64); }
@@ -367,8 +369,8 @@ void attn_bwd(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dv, ffi::T
   attn::BwdEntry const* const kernel =
       find_kernel(attn::bwd_entries(), {element, params.head_dim, params.head_dim_v, softcap > 0});
   if (k.size(0) == 0) return;
-  Operand const operand_q("q", q, element, scale.q_factor, stream), operand_k("k", k, element, 1.0f, stream),
-      operand_v("v", v, element, 1.0f, stream), operand_dout("dout", dout, element, 1.0f, stream);
+  Operand const operand_q(q, element, scale.q_factor, stream), operand_k(k, element, 1.0f, stream),
+      operand_v(v, element, 1.0f, stream), operand_dout(dout, element, 1.0f, stream);
   attn::BwdTensors tensors{operand_q.tensor, operand_k.tensor, operand_v.tensor, operand_dout.tensor, nullptr};
   int const capacity = std::max(params.dq.row_capacity, 64);
   ffi::Tensor rows = device_words(q, int64_t(4) * params.num_heads_q * capacity);

@@ -105,7 +105,7 @@ void copy_strides(Strides& strides, ffi::TensorView t) {
 // Whether every row of a 16-bit (token, head, dim) tensor can be read 16 bytes at a time.
 inline bool has_wide_rows(ffi::TensorView t) {
   bool const aligned = reinterpret_cast<uintptr_t>(data_of(t)) % 16 == 0;
-  return aligned && t.size(2) % 8 == 0 && (t.stride(0) % 8 == 0 || t.size(0) <= 1) &&
+  return aligned && t.stride(2) == 1 && t.size(2) % 8 == 0 && (t.stride(0) % 8 == 0 || t.size(0) <= 1) &&
          (t.stride(1) % 8 == 0 || t.size(1) <= 1);
 }
 

@@ -80,7 +80,7 @@ struct DqConvertParams {
 struct CopyRowsParams {
   void const* from;
   void* to;
-  int64_t from_strides[2], to_strides[2];
+  int64_t from_strides[3], to_strides[2];
   int64_t tokens;
   int heads, from_dim, to_dim;
   float factor;
