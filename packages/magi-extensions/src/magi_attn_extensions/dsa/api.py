@@ -1,66 +1,103 @@
-"""``dsa_attn_func``."""
+"""``dsa_attn_func``: check, choose the backend, call."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .dense import attend_dense, attend_flex
+from .folded import attend_folded
+
+__all__ = ["BACKENDS", "dsa_attn_func"]
+
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-_ANNOUNCED = ("flex", "ffa_sparse_load", "ffa_index_attn")
+BACKENDS = ("triton", "reference", "sdpa", "flex", "ffa_index_attn", "ffa_sparse_load")
 
 
 def dsa_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, index_map: Tensor, softmax_scale: float | None = None, backend: str = "sdpa"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_map: Tensor,
+    softmax_scale: float | None = None,
+    backend: str | None = None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys listed in ``index_map``, and to no others.
 
-    A key listed twice for a query counts once. Nothing causal is added: the map is the mask. Differentiable in q, k, v,
-    through ``out`` and through ``lse``.
+    A key listed twice for a query counts twice, on every backend (contract item 3). Nothing causal is added: the map is
+    the mask. Differentiable in q, k, v, through ``out`` and through ``lse``.
 
     Args:
-        q: ``(total_q, num_heads_q, head_dim)``, floating point, on any device.
-        k, v: ``(total_k, num_heads_kv, head_dim)``; ``num_heads_kv`` divides ``num_heads_q``.
-        index_map: integers ``(num_heads_kv, total_q, topk)``: keys of a query, by kv head; -1 lists nothing.
+        q: ``(total_q, num_heads_q, head_dim)``, floating point.
+        k, v: ``(total_k, num_heads_kv, head_dim)``; ``num_heads_kv`` divides ``num_heads_q``; v may have its own
+            head_dim.
+        index_map: integers ``(num_heads_kv, total_q, topk)``: keys of a query, by kv head; a negative entry, anywhere,
+            lists nothing.
         softmax_scale: factor on ``q @ k^T``; ``head_dim ** -0.5`` when None.
-        backend: ``"sdpa"``: plain torch on a dense mask, memory ``num_heads_q * total_q * total_k``. (The public
-            function's default is ``"flex"``; it becomes ours when that backend is here.)
+        backend: results are the same; None is ``"triton"`` for CUDA tensors and ``"reference"`` for others.
+
+            - ``"triton"``: this package's kernels; CUDA, float16 and bfloat16.
+            - ``"reference"``: blockwise torch, any device and dtype, memory of one block.
+            - ``"sdpa"``: plain torch, dense: memory ``num_heads_q * total_q * total_k``.
+            - ``"flex"``: FlexAttention over a dense table of counts ``(num_heads_kv, total_q, total_k)``; compiled on
+              CUDA. Its backward needs CUDA.
+            - ``"ffa_index_attn"``, ``"ffa_sparse_load"``: ``magi_core.flex_flash_attn_func`` with listed keys.
+        deterministic: a bitwise repeatable backward: every backend but ``"triton"`` and ``"flex"``.
 
     Returns:
-        ``out`` like ``q``; ``lse`` ``(total_q, num_heads_q)`` float32 (float64 for float64 inputs), natural log. A
-        query that lists nothing gives ``out = 0``, ``lse = -inf`` and zero gradients.
+        ``out (total_q, num_heads_q, head_dim_v)`` in the dtype of q; ``lse (total_q, num_heads_q)`` float32 (float64
+        for float64 inputs), natural log. A query that lists nothing gives ``out = 0``, ``lse = -inf``, zero gradients.
 
     Raises:
-        ValueError: a shape does not fit, an index is past the keys, or the backend is unknown.
-        TypeError: dtypes do not fit.
-        NotImplementedError: a backend that this release does not have.
+        ValueError: a shape does not fit, an index is past the keys (checked on the CPU; on CUDA such an entry lists
+            nothing on ``"triton"``), or the backend is unknown. TypeError: dtypes do not fit.
+        NotImplementedError: the backend does not take this device, dtype or option; names one that does.
 
-    Source: DeepSeek-V3.2-Exp, sparse attention; semantics of the public function (reference, section 7.2).
+    ``"triton"`` does not synchronise and can be captured in a CUDA graph. Source: DeepSeek-V3.2-Exp, sparse attention;
+    semantics of the public function (reference, section 7.2).
     """
-    if backend in _ANNOUNCED:
-        raise NotImplementedError(f'backend {backend!r} is not in this release of magi-extensions; pass backend="sdpa"')
-    if backend != "sdpa":
-        raise ValueError(f"backend must be one of sdpa, {', '.join(_ANNOUNCED)}, got {backend!r}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
     _check(q, k, v, index_map)
-    total_q, num_heads_q, head_dim = q.shape
-    total_k, num_heads_kv, _ = k.shape
-    group = num_heads_q // num_heads_kv
-    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    # One column more than there are keys takes the entries that list nothing.
-    listed = torch.zeros((num_heads_kv, total_q, total_k + 1), dtype=torch.bool, device=q.device)
-    slots = torch.where(index_map < 0, total_k, index_map.long())
-    listed = listed.scatter_(2, slots, True)[:, :, :total_k]
-    grouped = q.to(accumulate).view(total_q, num_heads_kv, group, head_dim)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    scores = scale * torch.einsum("ihgd,jhd->hgij", grouped, k.to(accumulate))
-    scores = scores.masked_fill(~listed[:, None], float("-inf"))
-    empty = ~listed.any(-1)[:, None]  # (num_heads_kv, 1, total_q)
-    # Rows that list nothing: any finite scores, then probabilities 0, so that no gradient meets inf - inf.
-    scores = scores.masked_fill(empty[..., None], 0.0)
-    lse = torch.logsumexp(scores, -1)
-    probabilities = torch.exp(scores - lse[..., None]).masked_fill(empty[..., None], 0.0)
-    out = torch.einsum("hgij,jhd->ihgd", probabilities, v.to(accumulate)).reshape(total_q, num_heads_q, v.shape[2])
-    lse = lse.masked_fill(empty, float("-inf")).permute(2, 0, 1).reshape(total_q, num_heads_q)
-    return out.to(q.dtype), lse
+    chosen = backend or ("triton" if q.is_cuda else "reference")
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if deterministic and chosen in ("triton", "flex"):
+        raise NotImplementedError(
+            f'backend {chosen!r} has no deterministic backward; backend="reference" has, on any device'
+        )
+    if chosen == "sdpa":
+        return attend_dense(q, k, v, index_map, scale)
+    if chosen == "flex":
+        return attend_flex(q, k, v, index_map, scale)
+    if chosen == "triton":
+        from . import ops
+
+        _check_triton(q, v)
+        return ops.attend(q, k, v, index_map, scale)
+    return attend_folded(q, k, v, index_map, scale, "reference" if chosen == "reference" else None, deterministic)
+
+
+def _check_triton(q: Tensor, v: Tensor) -> None:
+    if not (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)) and not _is_interpreted(q):
+        raise NotImplementedError(
+            f'backend "triton" takes float16 and bfloat16 on cuda, got {q.dtype} on {q.device}; '
+            'backend="reference" runs on any device'
+        )
+    if max(q.shape[2], v.shape[2]) > 1024:
+        raise NotImplementedError(
+            f'backend "triton" takes head dims up to 1024, got {q.shape[2]} and {v.shape[2]}; use backend="reference"'
+        )
+
+
+def _is_interpreted(q: Tensor) -> bool:
+    """Whether Triton's interpreter serves CPU tensors in this process (TRITON_INTERPRET=1 when Triton was imported)."""
+    if q.device.type != "cpu" or q.dtype == torch.float64:
+        return False
+    from . import kernel
+
+    return type(kernel.dsa_fwd_kernel).__name__ == "InterpretedFunction"
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, index_map: Tensor) -> None:
