@@ -35,7 +35,7 @@ void copy_rows(void const* from, int64_t const* from_strides, int from_dim, void
                cudaStream_t stream) {
   attn::CopyRowsParams const params{from,
                                     to,
-                                    {from_strides[0], from_strides[1]},
+                                    {from_strides[0], from_strides[1], from_strides[2]},
                                     {to_strides[0], to_strides[1]},
                                     shape.size(0),
                                     int(shape.size(1)),
