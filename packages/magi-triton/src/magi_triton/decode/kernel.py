@@ -92,7 +92,8 @@ def decode_kernel(q, k, v, k_scale, v_scale, out, lse, lengths, table, st_q, st_
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(parts, part_lse, out, lse, st_parts, st_part_lse, st_out, st_lse, num_splits,
-                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+                 CHUNK: tl.constexpr):  # fmt: skip
     """out and lse of one (row, head, sequence) from its splits: weights exp(lse_s - lse). BLOCK_S >= num_splits."""
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)

@@ -85,8 +85,8 @@ def _decode(
         if num_splits > 1:
             merge_kernel[(rows, heads, batch)](
                 parts, part_lse, out, lse, parts.stride()[:4], part_lse.stride(), out.stride()[:3], lse.stride(),
-                num_splits, HEAD_DIM=dim_v, BLOCK_D=block_dim(dim_v), BLOCK_S=max(2, 1 << (num_splits - 1).bit_length()),
-                CHUNK=8, num_warps=4,
+                num_splits, HEAD_DIM=dim_v, BLOCK_D=block_dim(dim_v),
+                BLOCK_S=max(2, 1 << (num_splits - 1).bit_length()), CHUNK=8, num_warps=4,
             )  # fmt: skip
     return out, lse
 
