@@ -105,6 +105,17 @@ def test_errors_of_values_arrive_from_a_compiled_graph():
         compiled(q, k, v, ranges + torch.tensor([[0, 0], [0, 1]], dtype=torch.int32), types, None)
 
 
+@pytest.mark.parametrize(
+    "pairs, error",
+    [([[0, 9.5]], TypeError), ([[0, 1, 2, 3]], ValueError), ([[0, 1], [0, 2**31]], ValueError)],
+    ids=["float", "four", "large"],
+)
+def test_lists_of_ranges_are_checked_when_compiled(pairs, error):
+    q, k, v, _, _ = inputs(30)
+    with pytest.raises(error, match="q_ranges"):
+        torch.compile(flex_flash_attn_func, backend="aot_eager")(q, k, v, pairs, pairs)
+
+
 def score(sink, layout="sh"):
     return sink, layout, 0.25, 0.0
 

@@ -433,3 +433,30 @@ def test_repeated_calls_plan_once(monkeypatch):
     flex_flash_attn_func(q[:70], k, v, [[0, 70]], [[0, 5]])
     flex_flash_attn_func(q, k, v, [[0, 77]], [[0, 5]], "causal")
     assert len(planned) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_of_the_caller_changes_nothing(dtype):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(150, h, 32, generator=generator).to(dtype).requires_grad_() for h in (4, 2, 2))
+    indices = torch.randint(0, 150, (150, 1, 5), dtype=torch.int32, generator=generator)
+
+    def run():
+        out, meta = flex_flash_attn_func(q, k, v, [[0, 150]], [[0, 150]], [1])
+        listed, _ = flex_flash_attn_func(q, k[:, :1], v[:, :1], index_attn_indices=indices)
+        loss = out.float().sin().sum() + meta.lse.cos().sum() + listed.float().sin().sum()
+        return [out, meta.lse, listed, *torch.autograd.grad(loss, (q, k, v))]
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run()
+    for got, expected in zip(cast, plain, strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_plan_of_one_of_several_stages_is_refused(as_tensor):
+    plan = FlexPlan.build(Bands.from_slices([[0, 5]], [[0, 5]]), 300, 300, stage=1, num_stages=2)
+    q = torch.randn(300, 1, 8)
+    with pytest.raises(ValueError, match="plan must be for one stage, got stage 1 of 2"):
+        flex_flash_attn_func(q, q, q, plan=plan.tensor() if as_tensor else plan)

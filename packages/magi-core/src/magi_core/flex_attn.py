@@ -19,7 +19,7 @@ from . import stages
 from .backends.reference import compute_dtype
 from .backends.select import select_backend
 from .checks import check_bool, check_hints, check_qkv, check_score_options, check_sink
-from .errors import checked_int
+from .errors import INT32_MAX, checked_int
 from .index_attn import IndexMask, check_indices, index_backward, index_forward
 from .mask_type import AttnMaskType
 from .plan import FlexPlan
@@ -179,6 +179,16 @@ class _FlexAttn(torch.autograd.Function):
         return (*(g if need else None for g, need in zip(grads, needs, strict=False)), None, None)
 
 
+def check_whole(plan: FlexPlan) -> FlexPlan:
+    """Refuse a plan that leaves rows of the output to other stages. Raises ValueError."""
+    if plan.header["num_stages"] != 1:
+        raise ValueError(
+            f"plan must be for one stage, got stage {plan.header['stage']} of {plan.header['num_stages']}; "
+            "magi_core.stages runs the stages of an attention"
+        )
+    return plan
+
+
 def host_plan(
     q: Tensor,
     k: Tensor,
@@ -194,7 +204,9 @@ def host_plan(
     Ranges that are CUDA tensors are planned on the device when a compiled kernel runs.
     """
     if plan is not None:
-        return plan_from_buffer(plan) if isinstance(plan, Tensor) else plan
+        if not isinstance(plan, Tensor):
+            return plan
+        return check_whole(plan_from_buffer(plan))
     if isinstance(q_ranges, Tensor) and q_ranges.device.type == "cuda":
         library = select_backend(backend, q.device, q.dtype)
         if library is not None:
@@ -225,7 +237,19 @@ def _range_tensor(ranges: Any, name: str) -> Tensor:
         return ranges
     if hasattr(ranges, "to_naive_ranges"):
         ranges = ranges.to_naive_ranges()
-    return torch.as_tensor(ranges, dtype=torch.int32).reshape(-1, 2)
+    if not isinstance(ranges, (list, tuple)):  # an array, which the compiler takes for a tensor
+        return torch.as_tensor(ranges)
+    pairs = [_pair(pair, f"{name}[{i}]") for i, pair in enumerate(ranges)]
+    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
+
+
+def _pair(pair: Any, name: str) -> tuple[int, int]:
+    """A range of a list, checked here because a tensor of int32 would take, and truncate, more than integers."""
+    ends = (pair.start, pair.end) if hasattr(pair, "start") else tuple(pair)
+    if len(ends) != 2:
+        raise ValueError(f"{name} must be a pair (start, end), got {len(ends)} numbers")
+    start, end = (checked_int(end, name, minimum=-INT32_MAX) for end in ends)
+    return start, end
 
 
 def _type_tensor(types: Any, num_slices: int) -> Tensor | None:
@@ -377,6 +401,8 @@ def flex_flash_attn_func(
     if plan is not None:
         if not isinstance(plan, (FlexPlan, DevicePlan, Tensor)):
             raise TypeError(f"plan must be a FlexPlan or an int32 tensor that holds one, got {type(plan).__name__}")
+        if isinstance(plan, FlexPlan):
+            check_whole(plan)
         if attn_type_map is not None:
             raise ValueError("attn_type_map must be None when plan is given: the plan holds the types")
 

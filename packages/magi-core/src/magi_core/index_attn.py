@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backends import reference
-from .backends.reference import compute_dtype
+from .backends.reference import compute_dtype, in_own_precision
 from .backends.schedule import FIRST, LAST, Tile
 from .sink import lse_of_sink
 
@@ -78,7 +78,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Iterator[tuple[
         yield rows, ids, bound, block_k, block_v
 
 
-@torch.no_grad()
+@in_own_precision
 def index_forward(
     out: Tensor,
     lse: Tensor,
@@ -116,7 +116,7 @@ def index_forward(
         reference.finish_tile(tile, block_out, block_lse, out, None, lse, lse_sink)
 
 
-@torch.no_grad()
+@in_own_precision
 def index_backward(
     dout: Tensor,
     q: Tensor,

@@ -12,9 +12,11 @@ repeatable in both directions.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,17 @@ from torch import Tensor
 from ..sink import lse_of_sink, merge
 from .schedule import FIRST, LAST, Job, Schedule, Tile
 
-__all__ = ["backward", "backward_prepare", "compute_dtype", "finish_tile", "forward", "new_dq_workspace"]
+__all__ = [
+    "backward",
+    "backward_prepare",
+    "compute_dtype",
+    "finish_tile",
+    "forward",
+    "in_own_precision",
+    "new_dq_workspace",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LOG2E = math.log2(math.e)
 _BLOCK_ELEMENTS = 1 << 20  # scores of one block: 4 MB in float32
@@ -36,6 +48,21 @@ _LARGEST_STRIDE = 1 << 24  # BLAS takes 32-bit strides
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of scores, sums and lse: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_own_precision(function: _Function) -> _Function:
+    """Without autograd, and outside the caller's autocast, which would run the products of scores in 16 bits."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device_type = next(x for x in args if isinstance(x, Tensor)).device.type
+        with torch.no_grad():
+            if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+                return function(*args, **kwargs)
+            with torch.autocast(device_type, enabled=False):
+                return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass
@@ -216,7 +243,7 @@ def _moving(job: Job, device: torch.device) -> slice | Tensor:
     return torch.from_numpy(job.index).to(device)
 
 
-@torch.no_grad()
+@in_own_precision
 def forward(
     out: Tensor,
     out_acc: Tensor | None,
@@ -348,7 +375,7 @@ def _forward_tile(
     return acc, torch.where(empty, -torch.inf, m + safe_total.log())
 
 
-@torch.no_grad()
+@in_own_precision
 def backward_prepare(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """``delta = sum_d(dout * out) - dlse``, ``(total_q, num_heads_q)`` in the dtype of ``lse``; 0 where lse is +-inf.
 
@@ -372,7 +399,7 @@ def new_dq_workspace(q: Tensor) -> Tensor:
     return q.new_zeros((q.shape[1], q.shape[0], q.shape[2]), dtype=compute_dtype(q.dtype))
 
 
-@torch.no_grad()
+@in_own_precision
 def backward(
     dq_acc: Tensor,
     dk: Tensor,
