@@ -9,21 +9,13 @@
 #include <vector>
 
 #include "binding/host_arrays.h"
+#include "binding/host_bands.h"
 #include "host/band.h"
 
 namespace ffi = tvm::ffi;
 
 namespace magi::binding {
 namespace {
-
-std::span<Band const> bands_of(ffi::TensorView bands) {
-  auto const* const words = checked_array<int32_t>(bands, 2, "bands");
-  if (bands.size(1) != plan::kBandWords) {
-    TVM_FFI_THROW(ValueError) << "bands must have shape (num_bands, " << plan::kBandWords << "), got (" << bands.size(0)
-                              << ", " << bands.size(1) << ")";
-  }
-  return {reinterpret_cast<Band const*>(words), static_cast<size_t>(bands.size(0))};
-}
 
 ffi::Tensor to_array(std::vector<Band> const& bands) {
   return array_of(reinterpret_cast<int32_t const*>(bands.data()),

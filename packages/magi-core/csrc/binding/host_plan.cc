@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "binding/host_arrays.h"
+#include "binding/host_bands.h"
 #include "host/flex_plan.h"
 #include "host/overlap.h"
 
@@ -20,14 +21,6 @@ namespace ffi = tvm::ffi;
 
 namespace magi::binding {
 namespace {
-
-std::span<Band const> bands_of(ffi::TensorView bands) {
-  auto const* const words = checked_array<int32_t>(bands, 2, "bands");
-  if (bands.size(1) != plan::kBandWords) {
-    TVM_FFI_THROW(ValueError) << "bands must have shape (num_bands, " << plan::kBandWords << ")";
-  }
-  return {reinterpret_cast<Band const*>(words), static_cast<size_t>(bands.size(0))};
-}
 
 // (num_pairs, 2) indices of bands that share a cell, at most `limit`.
 ffi::Tensor bands_overlaps(ffi::TensorView bands, int64_t limit) {

@@ -128,13 +128,18 @@ def _bwd(
     return dq, dk, dv, lse.new_empty(0) if dsink is None else dsink
 
 
+def _empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
 @torch.library.register_fake(f"{NAMESPACE}::flex_attn_bwd")
 def _bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sink = rest[4]
-    dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+    return _empty_gradients(q, k, v, lse, sink=rest[4])
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
@@ -220,19 +225,9 @@ def _index_bwd(
 
 @torch.library.register_fake(f"{NAMESPACE}::index_attn_bwd")
 def _index_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    indices: Tensor,
-    sink: Tensor | None,
-    *rest: Any,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+    return _empty_gradients(q, k, v, lse, sink=rest[1])
 
 
 torch.library.register_autograd(f"{NAMESPACE}::index_attn_bwd", _refuse_double_backward)

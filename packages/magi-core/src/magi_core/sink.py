@@ -173,5 +173,5 @@ def sink_gradient_of_output(
     if dlse is not None:
         delta = delta - dlse
     delta = torch.where(lse.isfinite(), delta, 0.0)
-    rows = (x.transpose(1, 2).reshape(batch * seqlen, num_heads) for x in (delta, lse))
-    return delta, sink_gradient(*rows, sink, sink_layout)
+    row_delta, row_lse = (x.transpose(1, 2).reshape(batch * seqlen, num_heads) for x in (delta, lse))
+    return delta, sink_gradient(row_delta, row_lse, sink, sink_layout)
