@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .flash.api import flash_attention as flash_attention
     from .flash.api import flash_attention_varlen as flash_attention_varlen
     from .paged.api import paged_attention as paged_attention
+    from .piecewise.api import piecewise_attention as piecewise_attention
     from .registry import Support as Support
     from .registry import operators as operators
     from .registry import supports as supports
@@ -32,6 +33,7 @@ _HOME = {
     "flash_attention_split_kv": ("split_kv.api", "flash_attention_split_kv"),
     "paged_attention": ("paged.api", "paged_attention"),
     "diffkv_attention": ("diffkv.api", "diffkv_attention"),
+    "piecewise_attention": ("piecewise.api", "piecewise_attention"),
     "Support": ("registry", "Support"),
     "operators": ("registry", "operators"),
     "supports": ("registry", "supports"),

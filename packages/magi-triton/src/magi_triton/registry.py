@@ -117,6 +117,11 @@ _ALL = (
         frozenset({"Hq", "Hkv", "D", "Dv", "dtype"}),
         "decode over a paged cache with keys and values of different head dims", "test_decode.py",
     ),
+    Operator(
+        "piecewise_attention", ".piecewise.api", "piecewise_attention", _attention, _DENSE,
+        "softmax attention with near and far pairs of queries and keys", "test_piecewise.py", True,
+        "triton/piecewise/*", "stable",
+    ),
 )  # fmt: skip
 _OPERATORS = {operator.name: operator for operator in sorted(_ALL, key=lambda operator: operator.priority)}
 

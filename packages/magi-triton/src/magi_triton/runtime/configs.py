@@ -28,12 +28,18 @@ _AMPERE: dict[str, Table] = {
     "fwd": {64: Tile(128, 64, 3, 4), 128: Tile(128, 64, 2, 8), 256: Tile(64, 32, 2, 8)},
     "dkdv": {64: Tile(64, 64, 2, 4), 128: Tile(32, 64, 2, 4), 256: Tile(32, 32, 1, 8)},
     "dq": {64: Tile(64, 64, 2, 4), 128: Tile(64, 32, 2, 4), 256: Tile(32, 32, 1, 8)},
+    "piecewise_fwd": {64: Tile(64, 64, 2, 4), 128: Tile(64, 32, 2, 4), 256: Tile(32, 32, 1, 8)},
+    "piecewise_dkdv": {64: Tile(32, 64, 2, 4), 128: Tile(32, 32, 1, 4), 256: Tile(16, 32, 1, 8)},
+    "piecewise_dq": {64: Tile(64, 32, 2, 4), 128: Tile(32, 32, 1, 4), 256: Tile(32, 16, 1, 8)},
 }
 # Hopper: tools/tune.py on an H200, 8192 tokens, 32:4 heads, bf16, full mask; 256 by what fits 227 KiB, not measured.
 _HOPPER: dict[str, Table] = {
     "fwd": {64: Tile(64, 64, 3, 4), 128: Tile(128, 128, 2, 8), 256: Tile(128, 64, 2, 8)},
     "dkdv": {64: Tile(64, 64, 3, 4), 128: Tile(64, 64, 2, 4), 256: Tile(32, 64, 1, 8)},
     "dq": {64: Tile(128, 64, 3, 8), 128: Tile(128, 128, 2, 8), 256: Tile(64, 32, 1, 8)},
+    "piecewise_fwd": {64: Tile(128, 64, 3, 8), 128: Tile(128, 64, 2, 8), 256: Tile(64, 32, 1, 8)},
+    "piecewise_dkdv": {64: Tile(64, 64, 2, 4), 128: Tile(64, 64, 1, 8), 256: Tile(32, 32, 1, 8)},
+    "piecewise_dq": {64: Tile(128, 64, 2, 8), 128: Tile(64, 64, 2, 8), 256: Tile(32, 32, 1, 8)},
 }
 # Blackwell: Hopper's, which fit the same shared memory; not measured here.
 _TABLES = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _HOPPER}
@@ -50,7 +56,7 @@ def architecture() -> str:
 
 
 def tile(kind: str, padded_head_dim: int) -> Tile:
-    """The tile of a kernel (``"fwd"``, ``"dkdv"``, ``"dq"``) on this machine."""
+    """The tile of a kernel (``"fwd"``, ``"piecewise_dq"``, …) on this machine."""
     arch = architecture()
     table = _INTERPRETER if arch == "interpreter" else _TABLES[arch][kind]
     return next(found for size, found in sorted(table.items()) if padded_head_dim <= size)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..flash.reference import attention as attention
     from ..flash.reference import flash_attention as flash_attention
     from ..paged.reference import paged_attention as paged_attention
+    from ..piecewise.reference import piecewise_attention as piecewise_attention
     from ..split_kv.reference import flash_attention_split_kv as flash_attention_split_kv
     from .budget import assert_within_budget as assert_within_budget
 
@@ -21,9 +22,11 @@ _HOME = {
     "philox_keep_mask": "..dropout.reference",
     "flash_attention_split_kv": "..split_kv.reference",
     "paged_attention": "..paged.reference",
+    "piecewise_attention": "..piecewise.reference",
     "recompute_mask": "..dropout.api",
 }
 __all__ = [
+    "piecewise_attention",
     "paged_attention",
     "flash_attention_split_kv",
     "assert_within_budget",
