@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
-from magi_comm.groups import Communicator, as_communicator
+from magi_comm.groups import Communicator, GroupLike, as_communicator
 from magi_core.mask import Mask
 from magi_core.mask_type import AttnMaskType, mask_type_codes
 from magi_core.ranges import AttnRange, AttnRanges, range_array
@@ -22,8 +22,6 @@ GeneralAttnMaskType: TypeAlias = "str | AttnMaskType | Sequence[str | AttnMaskTy
 
 RangesLike: TypeAlias = "AttnRanges | np.ndarray | Tensor | Sequence[Sequence[int]] | Sequence[AttnRange]"
 """What names a list of half-open ranges: ``AttnRanges``, an ``(N, 2)`` integer array or tensor, or a list of pairs."""
-
-GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | Communicator | None"
 
 ROLES = ("q", "k")
 
@@ -43,13 +41,6 @@ def as_int_list(values: Any, name: str) -> list[int]:
 def mask_type_list(attn_mask_type: Any, num_slices: int, name: str = "attn_mask_type") -> list[AttnMaskType]:
     """One mask type per slice; a single one serves all."""
     return [AttnMaskType.from_int_type(int(code)) for code in mask_type_codes(attn_mask_type, num_slices, name)]
-
-
-def ranges_array(ranges: Any, name: str) -> np.ndarray:
-    """``(N, 2)`` int32 from anything that names ranges; device tensors are copied to the host."""
-    if isinstance(ranges, (list, tuple, AttnRanges)) and len(ranges) == 0:
-        return np.zeros((0, 2), np.int32)
-    return range_array(ranges, name)
 
 
 def as_mask(
@@ -84,7 +75,7 @@ def as_mask(
                 f"got ({total_q}, {total_k})"
             )
     else:
-        q, k = ranges_array(q_ranges, "q_ranges"), ranges_array(k_ranges, "k_ranges")
+        q, k = range_array(q_ranges, "q_ranges"), range_array(k_ranges, "k_ranges")
         if len(q) != len(k):
             raise ValueError(f"q_ranges and k_ranges must have the same length, got {len(q)} and {len(k)}")
         codes = mask_type_codes(attn_mask_type, len(q), "attn_mask_type")
@@ -137,5 +128,4 @@ __all__ = [
     "as_mask",
     "check_role",
     "mask_type_list",
-    "ranges_array",
 ]

@@ -102,8 +102,8 @@ class DistAttnRuntimeDictManager:
                 return self.get(key)
         manager = make()  # planning takes long: outside the lock, groups do not wait for others
         with self._lock:
-            for gone in [group for group in self._kept if not _is_alive(group)]:
-                self.clear(gone)
+            for group in [group for group in self._kept if not _is_alive(group)]:
+                self.clear(group)
             plans = self._of(key.cp_group)
             if plans is None:
                 plans = DistAttnRuntimeDict()
