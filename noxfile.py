@@ -40,10 +40,11 @@ TEST_GROUPS: dict[str, tuple[str, dict[str, str], int]] = {
     "core": ("packages/magi-core/tests", {}, 2),
     "comm": ("packages/magi-comm/tests", {}, 0),
     "triton": ("packages/magi-triton/tests", {"TRITON_INTERPRET": "1"}, 2),
-    "extensions": ("packages/magi-extensions/tests", {}, 0),
+    "extensions": ("packages/magi-extensions/tests", {}, 2),
     "attention": ("packages/magi-attention/tests", {}, 2),
     "across": ("tests", {}, 2),
 }
+WITH_PROCESSES = ("across",)  # groups with tests marked `distributed`, which run one at a time
 DEFAULT_MARKS = "not gpu and not nightly"
 
 
@@ -176,22 +177,26 @@ def ready(session: nox.Session, *groups: str) -> str:
     return python
 
 
-def run_tests(session: nox.Session, marks: str, names: list[str], args: list[str], env: dict[str, str]) -> None:
+def run_tests(
+    session: nox.Session, marks: str, names: list[str], args: list[str], env: dict[str, str], alone: bool = False
+) -> None:
     """Run groups of tests one after another, all of them even when one fails.
 
-    Tests that start processes of their own run one at a time; the others on as many workers as the group allows.
+    Tests that start processes of their own run one at a time, and so do all when `alone`; the others run on as many
+    workers as the group allows.
     """
     python = ready(session, "test")
     failed = []
     for name in names:
         folder, own, workers = TEST_GROUPS[name]
-        alone = "distributed" in marks.split()
-        passes = [(f"{marks} and not distributed", workers), (f"{marks} and distributed", 0)][alone:]
+        passes = [(marks, 0 if alone else workers)]
+        if name in WITH_PROCESSES and not alone:
+            passes = [(f"{marks} and not distributed", workers), (f"{marks} and distributed", 0)]
         with timed(session, f"tests of {name}"):
             for chosen, workers in passes:
                 spread = ["-n", str(workers), "--dist", "worksteal"] if workers else []
                 command = ["-m", "pytest", "-q", "-m", chosen, "--timeout=300", "--durations=5", *spread, folder, *args]
-                allowed = [0] if "not distributed" in chosen and not args else [0, 5]  # 5: no such tests
+                allowed = [0, 5] if args or alone else [0]  # 5: nothing selected
                 try:
                     session.run(python, *command, env={"OMP_NUM_THREADS": "1", **own, **env}, success_codes=allowed)
                 except CommandFailed:
@@ -225,8 +230,8 @@ def test(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """Run the tests that start several processes (gloo; NCCL where there are GPUs)."""
     names, args = split_posargs(session)
-    names = [name for name in names if name in session.posargs] or ["comm", "attention", "across"]
-    run_tests(session, f"distributed and {DEFAULT_MARKS}", names, args, {})
+    names = [name for name in names if name in session.posargs] or list(WITH_PROCESSES)
+    run_tests(session, f"distributed and {DEFAULT_MARKS}", names, args, {}, alone=True)
 
 
 @nox.session(venv_backend="none")
@@ -236,8 +241,8 @@ def gpu(session: nox.Session) -> None:
     ready(session, "test")
     install_wheels(session, str(SHARED / "bin" / "python"), "magi-core-sm90")
     names, args = split_posargs(session)
-    names = [name for name in names if name in session.posargs] or ["core", "comm", "attention", "across"]
-    run_tests(session, "gpu", names, args, {})
+    names = [name for name in names if name in session.posargs] or list(TEST_GROUPS)
+    run_tests(session, "gpu", names, args, {}, alone=True)
 
 
 @nox.session(venv_backend="none")
