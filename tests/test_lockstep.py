@@ -101,11 +101,14 @@ def test_hooks_run_the_versions_that_ci_runs():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
-def test_workflow_reads_only_and_calls_nox_only(path):
+def test_workflow_reads_only_pins_its_actions_and_calls_nox_only(path):
     text = path.read_text()
     assert "permissions:\n  contents: read\n" in text
     assert "secrets." not in text
     assert "pull_request_target" not in text
+    actions = re.findall(r"uses: (\S+)", text)
+    assert actions
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in actions), actions
     commands = re.findall(r"- run: (.*)", text)
     assert commands
     assert all(command.startswith(("python -m pip install -q nox", "nox -s ")) for command in commands), commands
