@@ -34,25 +34,17 @@ def make_plan(slices, tq, tk, hq, hk, core=True, many=False, **options):
     if core and FlexPlan is not None:
         a = np.array(slices, np.int64).reshape(-1, 5)
         mask = Mask.from_slices(a[:, 0:2], a[:, 2:4], a[:, 4].tolist(), total_q=tq, total_k=tk)
-        plan = FlexPlan.build(mask, num_heads_q=hq, num_heads_kv=hk, **options).tensor(dev)
-        if "SECTION" in os.environ:  # an experiment: kv heads of a queue section
-            plan[12] = int(os.environ["SECTION"])
-        return plan
+        return FlexPlan.build(mask, num_heads_q=hq, num_heads_kv=hk, **options).tensor(dev)
     return torch.from_numpy(sm90_plan.build(slices, tq, tk, many=many)).to(dev)
 
 
 def masks_module():
-    for place in (
-        os.path.join(HERE, "masks.py"),
-        "/work/shared/bench/masks.py",
-        os.path.join(HERE, "../../.dev-sm90/masks.py"),
-    ):
-        if os.path.exists(place):
-            spec = importlib.util.spec_from_file_location("masks", place)
-            m = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(m)
-            return m
-    raise SystemExit("no masks.py")
+    """The mask suite, from its file: magi_core itself may be missing here."""
+    place = os.path.join(HERE, "../../packages/magi-core/src/magi_core/testing/masks.py")
+    spec = importlib.util.spec_from_file_location("masks", place)
+    m = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(m)
+    return m
 
 
 def reference(q, k, v, seen, scale, softcap=0.0, sink=None):
@@ -319,8 +311,9 @@ def versus(sizes=(8192, 16384), d=128, hq=64, hk=8, rounds=15):
                 lib["attn_fwd"](out, None, lse, None, q, k, v, plan, None, 0, d**-0.5, 0.0, 0)
 
             if kind.startswith("varlen"):
-                cu = torch.tensor(m.cu(m.doc_lengths(s)), dtype=torch.int32, device=dev)
-                longest = max(m.doc_lengths(s))
+                lengths = m.document_lengths(s)
+                cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=dev)
+                longest = max(lengths)
 
                 def theirs():
                     return fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=kind == "varlen_causal")
