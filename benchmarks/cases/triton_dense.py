@@ -117,9 +117,10 @@ def _forward(causal: bool, seqlen: int, dim: int) -> Setup:
 
 def _backward(causal: bool, seqlen: int, dim: int) -> Setup:
     import torch
+    import torch._functorch.config as compile_options
     from magi_triton import flash_attention
 
-    torch._functorch.config.donated_buffer = False  # one forward, many backwards
+    compile_options.donated_buffer = False  # one forward, many backwards
     q, k, v, dout = tensors = _tensors(seqlen, dim)
     with torch.no_grad():
         out, lse, *_ = flash_attention(q, k, v, causal, return_log_normalizer=True)
@@ -135,7 +136,10 @@ def _backward(causal: bool, seqlen: int, dim: int) -> Setup:
 
 
 def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call``, captured; a replay returns what the capture returned."""
+    """``call``, captured; a replay returns what the capture returned.
+
+    The graph knows addresses only: ``replay`` holds ``call``, and with it the tensors that the graph reads.
+    """
     import torch
 
     call()
@@ -144,7 +148,7 @@ def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         result = call()
 
-    def replay() -> Any:
+    def replay(inputs: Callable[[], Any] = call) -> Any:
         graph.replay()
         return result
 
@@ -225,3 +229,59 @@ for _kind in ("split_kv", "paged"):
                 bounds={"ratio:copy": 1 / 0.75 if _mib >= 512 else 2.0} if _mib >= 64 else {},
             )
         )
+
+
+def _piecewise(backward: bool, seqlen: int, dim: int) -> Setup:
+    """Beside our flash attention on the same sizes; the pairs are equal, so that both have one exact result."""
+    import torch
+    from magi_triton import flash_attention, piecewise_attention
+
+    q, k, v, dout = tensors = _tensors(seqlen, dim)
+    with torch.no_grad():
+        out, lse, *_ = flash_attention(q, k, v, True, return_log_normalizer=True)
+    q2, k2 = (x.detach().clone().requires_grad_() for x in (q, k))
+
+    def piecewise() -> Any:
+        return piecewise_attention(q, k, q2, k2, v, seqlen // 2, True)
+
+    def flash() -> Any:
+        return flash_attention(q, k, v, True)
+
+    if not backward:
+
+        def call(attend: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                with torch.no_grad():
+                    return attend()
+
+            return run
+
+        return Setup(
+            implementations={"magi": call(piecewise), "flash": call(flash)},
+            verify=lambda name, result: Check(_rows_error(q, k, v, result, True), BUDGET, "fp64"),
+        )
+    wholes = {"magi": (piecewise(), (q, k, q2, k2, v)), "flash": (flash(), (q, k, v))}
+
+    def verify(name: str, grads: Any) -> Check:
+        if name == "magi":  # with equal pairs the gradients of the pairs add up to flash attention's
+            grads = (grads[0].double() + grads[2], grads[1].double() + grads[3], grads[4])
+        return Check(_columns_error(tensors, out, lse, grads, True), 2 * BUDGET, "fp64")
+
+    def grad(name: str) -> Callable[[], Any]:
+        result, inputs = wholes[name]
+        return lambda: torch.autograd.grad(result, inputs, dout, retain_graph=True)
+
+    return Setup(implementations={name: grad(name) for name in wholes}, verify=verify)
+
+
+for _kind, _bound in (("fwd", 1.7), ("bwd", 1.8)):
+    register(
+        Case(
+            name=f"triton/piecewise/{_kind}/causal/d128/s8192",
+            operator=f"triton_piecewise_{_kind}",
+            setup=functools.partial(_piecewise, _kind == "bwd", 8192, 128),
+            params=_params("causal, threshold 4096", 8192, 128),
+            device="cuda",
+            bounds={"ratio:flash": _bound},
+        )
+    )
