@@ -43,7 +43,8 @@ def sink_fwd_kernel(out, lse, new_lse, sink, stride_ot, stride_oh, stride_lb, st
                     stride_sink_row, stride_sink, stride_sink_head, rows, seqlen, num_heads, num_sinks, head_dim,
                     EMPTY_IS_PLUS_INF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """out *= exp(lse - lse'), lse' = logaddexp(lse, lse_sink); one program per (rows, head)."""
-    i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_x = tl.program_id(0).to(tl.int64)  # one axis: the others of a grid end at 65535
+    i_m, i_h = i_x // num_heads, i_x % num_heads
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
     o_b, o_s = o_m // seqlen, o_m % seqlen
@@ -72,7 +73,8 @@ def sink_bwd_kernel(out, dout, lse, dlse, sink, dsink, delta, stride_ot, stride_
                     IS_SHARED: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr,
                     BLOCK_D: tl.constexpr):  # fmt: skip
     """delta = sum_d(out dout) - dlse; dsink = -exp(sink - lse') delta, summed over the rows of a program if shared."""
-    i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_x = tl.program_id(0).to(tl.int64)  # one axis: the others of a grid end at 65535
+    i_m, i_h = i_x // num_heads, i_x % num_heads
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
     o_b, o_s = o_m // seqlen, o_m % seqlen
@@ -129,7 +131,7 @@ def forward_correction(
     if rows == 0:
         return new_lse
     blocks = _blocks(head_dim)
-    sink_fwd_kernel[(num_heads, triton.cdiv(rows, blocks["BLOCK_M"]))](
+    sink_fwd_kernel[(num_heads * triton.cdiv(rows, blocks["BLOCK_M"]),)](
         *(out, lse, new_lse, sink, out.stride(0), out.stride(1), *lse.stride(), *_sink_strides(sink, sink_layout)),
         *(rows, seqlen, num_heads, sink.shape[-2], head_dim),
         EMPTY_IS_PLUS_INF=empty_is_plus_inf,
@@ -157,7 +159,7 @@ def sink_backward(
     shape = (tiles if is_shared else rows, num_sinks, num_heads)
     dsink = torch.empty(shape, dtype=torch.float32, device=sink.device)
     given = lse if dlse is None else dlse
-    sink_bwd_kernel[(num_heads, tiles)](
+    sink_bwd_kernel[(num_heads * tiles,)](
         *(out, dout, lse, given, sink, dsink, delta, *out.stride()[:2], *dout.stride()[:2], *lse.stride()),
         *(*given.stride(), *_sink_strides(sink, sink_layout), rows, seqlen, num_heads, num_sinks, head_dim),
         IS_SHARED=is_shared,

@@ -52,7 +52,8 @@ def dsa_attn_func(
 
     Raises:
         ValueError: a shape does not fit, an index is past the keys (checked on the CPU; on CUDA such an entry lists
-            nothing on ``"triton"``), or the backend is unknown. TypeError: dtypes do not fit.
+            nothing on ``"triton"`` and is a device-side assertion on others), or the backend is unknown.
+        TypeError: dtypes do not fit.
         NotImplementedError: the backend does not take this device, dtype or option; names one that does.
 
     ``"triton"`` does not synchronise and can be captured in a CUDA graph. Source: DeepSeek-V3.2-Exp, sparse attention;
@@ -117,7 +118,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, index_map: Tensor) -> None:
     if index_map.shape[:2] != (k.shape[1], q.shape[0]):
         expected = f"({k.shape[1]}, {q.shape[0]}, topk)"
         raise ValueError(f"index_map must have shape {expected}, got {tuple(index_map.shape)}")
-    if index_map.numel() and not torch.compiler.is_compiling():
+    # On CUDA this would synchronise, and break the capture of a graph.
+    if not index_map.is_cuda and index_map.numel() and not torch.compiler.is_compiling():
         largest = int(index_map.max())
         if largest >= k.shape[0]:
             raise ValueError(f"index_map must list keys below {k.shape[0]}, got {largest}")

@@ -69,7 +69,8 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, index_map: Tensor, scale: float
         return s + torch.log(counts[head // group, i, j].to(torch.float32))
 
     block_mask = create_block_mask(is_listed, 1, heads, total_q, total_k, device=q.device)
-    call = _compiled_flex() if q.is_cuda else flex_attention
+    plain: Any = flex_attention
+    call = _compiled_flex() if q.is_cuda else plain
     out, aux = call(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         score_mod=score,

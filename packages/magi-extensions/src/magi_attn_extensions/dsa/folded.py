@@ -26,5 +26,6 @@ def attend_folded(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = (x.unflatten(0, (heads_kv, total_q)).transpose(0, 1) for x in (out, meta.lse))
-    return out.reshape(total_q, heads, dim_v), lse.reshape(total_q, heads)
+    assert meta.lse is not None
+    out = out.unflatten(0, (heads_kv, total_q)).transpose(0, 1).reshape(total_q, heads, dim_v)
+    return out, meta.lse.unflatten(0, (heads_kv, total_q)).transpose(0, 1).reshape(total_q, heads)

@@ -23,7 +23,9 @@ def dsa_fwd_kernel(q, k, v, index, out, lse, stride_qt, stride_qh, stride_kt, st
                    DIM_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """out[i, h] = sum_t exp(s_t - lse) v[index[g, i, t]], s_t = scale q k[index[g, i, t]]."""
-    i_t, i_h, i_g = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # Tokens and head blocks share the first axis of the grid: the others end at 65535.
+    i_x, i_g, n_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.cdiv(GROUP, BLOCK_H)
+    i_t, i_h = i_x // n_h, i_x % n_h
     o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = o_h < GROUP
     o_head = i_g * GROUP + o_h
@@ -73,7 +75,9 @@ def dsa_bwd_kernel(q, k, v, index, dout, lse, delta, dq, dk, dv, stride_qt, stri
                    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
     """ds = p (dout v^T - delta); dq = scale ds k, stored; dk += scale ds^T q and dv += p^T dout, fp32 atomics."""
-    i_t, i_h, i_g = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # Tokens and head blocks share the first axis of the grid: the others end at 65535.
+    i_x, i_g, n_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.cdiv(GROUP, BLOCK_H)
+    i_t, i_h = i_x // n_h, i_x % n_h
     o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = o_h < GROUP
     o_head = i_g * GROUP + o_h
@@ -162,7 +166,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tup
         return out, lse
     group = heads // heads_kv
     blocks = _blocks(group, dim, dim_v, is_backward=False)
-    dsa_fwd_kernel[(triton.cdiv(group, blocks["BLOCK_H"]), total_q, heads_kv)](
+    dsa_fwd_kernel[(triton.cdiv(group, blocks["BLOCK_H"]) * total_q, heads_kv)](
         *(q, k, v, index, out, lse, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         *(total_q, total_k, index.shape[2], heads, scale),
         GROUP=group,
@@ -184,7 +188,7 @@ def backward(
     if total_q > 0:
         group = heads // heads_kv
         blocks = _blocks(group, dim, dim_v, is_backward=True)
-        dsa_bwd_kernel[(triton.cdiv(group, blocks["BLOCK_H"]), total_q, heads_kv)](
+        dsa_bwd_kernel[(triton.cdiv(group, blocks["BLOCK_H"]) * total_q, heads_kv)](
             *(q, k, v, index, dout, lse, delta, dq, dk, dv, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
             *(*dout.stride()[:2], total_q, total_k, index.shape[2], heads, heads_kv, scale),
             GROUP=group,

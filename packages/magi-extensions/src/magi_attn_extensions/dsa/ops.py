@@ -70,7 +70,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 5
-        return (*_backward(dout, dlse, *ctx.saved_tensors, ctx.scale), None, None)
+        return (*_backward(dout, dlse, *(*ctx.saved_tensors, ctx.scale)), None, None)
 
 
 torch.library.impl("magi_extensions::dsa_fwd", "default", _forward)

@@ -51,6 +51,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, extras: Extras, is_packed: b
         raise ValueError(f"k must have the batch size of q ({q.shape[0]}), got {k.shape[0]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
         raise ValueError(f"num_heads_kv must divide num_heads_q ({q.shape[-2]}), got {k.shape[-2]}")
+    _check_lengths(extras, q, is_packed)
+
+
+def _check_lengths(extras: Extras, q: Tensor, is_packed: bool) -> None:
     for name, x in (("cu_seqlens_q", extras.cu_q), ("cu_seqlens_k", extras.cu_k)) if is_packed else ():
         if not isinstance(x, Tensor) or x.dtype != torch.int32:
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__

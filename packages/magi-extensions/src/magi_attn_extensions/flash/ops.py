@@ -62,10 +62,9 @@ def _fwd_fake(
     extras, options = _split(rest)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if extras.cu_q is None:
-        batch, shape = q.shape[0], (q.shape[0], q.shape[2], q.shape[1])
-    else:
-        batch, shape = extras.cu_q.shape[0] - 1, (q.shape[1], q.shape[0])
+    is_packed = extras.cu_q is not None
+    batch = q.shape[0] if extras.cu_q is None else extras.cu_q.shape[0] - 1
+    shape = (q.shape[1], q.shape[0]) if is_packed else (q.shape[0], q.shape[2], q.shape[1])
     probs = q.new_empty(0)
     if options.return_probs and options.dropout_p > 0:
         if options.provider != "reference":

@@ -40,6 +40,10 @@ def _unpad(mask: Tensor, *tensors: Tensor) -> tuple[list[Tensor], Tensor, Tensor
     return [x.flatten(0, 1)[rows] for x in tensors], rows, cu, int(lengths.max())
 
 
+def _longest(cu: Tensor, given: int | None) -> int:
+    return int((cu[1:] - cu[:-1]).max()) if given is None else int(given)
+
+
 def magi_sink_attention_forward(
     module: Any,
     query: Tensor,
@@ -91,11 +95,9 @@ def magi_sink_attention_forward(
             raise NotImplementedError(
                 "packed sequences need cu_seq_lens_q and cu_seq_lens_k, a batch of one and no attention_mask"
             )
-        longest = [int((cu[1:] - cu[:-1]).max()) if given is None else given for cu, given in
-                   ((cu_seq_lens_q, max_length_q), (cu_seq_lens_k, max_length_k))]  # fmt: skip
-        packed = fa2_varlen_func_with_sink(
-            *(q[0], k[0], v[0], cu_seq_lens_q.int(), cu_seq_lens_k.int(), *longest), **options
-        )
+        longest_q, longest_k = _longest(cu_seq_lens_q, max_length_q), _longest(cu_seq_lens_k, max_length_k)
+        cu_q, cu_k = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+        packed = fa2_varlen_func_with_sink(q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k, **options)
         return packed[None], None
     if attention_mask is None:
         return fa2_func_with_sink(q, k, v, **options), None
