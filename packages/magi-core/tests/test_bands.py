@@ -1,5 +1,7 @@
 """The band algebra against brute force."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -243,3 +245,17 @@ def test_immutable():
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("shape", ["begin", "end"])
+def test_many_bands_that_are_live_at_once_take_no_quadratic_time(shape):
+    n = 60_000
+    rows = np.zeros((n, 6), np.int64)
+    rows[:, 2] = 2 * np.arange(n)  # one column each, with a gap: nothing is fused
+    rows[:, 3] = rows[:, 2] + 1
+    rows[:, 0], rows[:, 1] = (np.arange(n), n) if shape == "begin" else (0, 1 + np.arange(n))
+    rows[:, 4], rows[:, 5] = -BIG, BIG
+    bands = Bands(rows)
+    start = time.process_time()
+    assert len(bands.canonical()) == n
+    assert time.process_time() - start < 10, "a look at every live band in every row takes minutes"

@@ -8,6 +8,19 @@
 
 namespace magi {
 
+// An interval followed from row to row while all of it is one band.
+struct Trace {
+  int32_t q0, first_begin, first_end;  // first row and its interval
+  Range last;
+  bool left_moves = false, right_stays = false;
+
+  // Whether the same band holds `next` in the next row.
+  bool goes_on(Range const& next) const;
+  void append(Range const& next);
+  // The band down to row q, that of `last`.
+  Band band(int32_t q) const;
+};
+
 // Links the maximal column intervals of consecutive rows into bands, greedily from the top. An interval continues the
 // one above when the two are still one band: the left end stays, then moves by one column a row; the right end moves by
 // one column a row, then stays. No two intervals compete for a continuation, so the result is a function of the cells.
@@ -16,20 +29,11 @@ class RowLinker {
   // Intervals of row q: ascending, with gaps between. Rows ascend; a skipped row sees nothing.
   void row(int32_t q, std::span<Range const> intervals);
 
-  // `count` more rows, in each of which interval i of the last row() moves by slopes[i].begin and slopes[i].end (0 or
-  // 1).
-  void rows(int32_t count, std::span<Range const> slopes);
-
   // All bands, sorted by (q0, k0).
   std::vector<Band> finish();
 
  private:
-  struct Trace {
-    int32_t q0, first_begin, first_end;  // first row and its interval
-    Range last;
-    bool left_moves, right_stays;
-  };
-  void close(Trace const& trace);
+  void close(Trace const& trace) { bands_.push_back(trace.band(q_)); }
 
   int32_t q_ = 0;  // the last row
   std::vector<Trace> open_, next_;
