@@ -13,6 +13,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import runtime as runtime
+    from . import sage_attention as sage_attention
     from . import testing as testing
     from .diffkv.api import diffkv_attention as diffkv_attention
     from .flash.api import flash_attention as flash_attention
@@ -34,6 +35,7 @@ _HOME = {
     "paged_attention": ("paged.api", "paged_attention"),
     "diffkv_attention": ("diffkv.api", "diffkv_attention"),
     "piecewise_attention": ("piecewise.api", "piecewise_attention"),
+    "sage_attention": ("sage_attention", None),
     "Support": ("registry", "Support"),
     "operators": ("registry", "operators"),
     "supports": ("registry", "supports"),

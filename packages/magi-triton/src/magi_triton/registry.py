@@ -122,6 +122,14 @@ _ALL = (
         "softmax attention with near and far pairs of queries and keys", "test_piecewise.py", True,
         "triton/piecewise/*", "stable",
     ),
+    Operator(
+        "sage_attention.per_block_int8", ".sage_attention.api", "per_block_int8", _attention,
+        frozenset({"Hq", "Hkv", "D", "dtype"}), "int8 queries and keys with a scale per block", "test_sage.py",
+    ),
+    Operator(
+        "sage_attention.forward", ".sage_attention.api", "forward", _attention,
+        frozenset({"Hq", "Hkv", "D", "dtype"}), "attention from int8 queries and keys", "test_sage.py",
+    ),
 )  # fmt: skip
 _OPERATORS = {operator.name: operator for operator in sorted(_ALL, key=lambda operator: operator.priority)}
 

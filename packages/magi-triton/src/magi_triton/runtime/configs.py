@@ -30,6 +30,7 @@ _AMPERE: dict[str, Table] = {
     "dq": {64: Tile(64, 64, 2, 4), 128: Tile(64, 32, 2, 4), 256: Tile(32, 32, 1, 8)},
     "piecewise_fwd": {64: Tile(64, 64, 2, 4), 128: Tile(64, 32, 2, 4), 256: Tile(32, 32, 1, 8)},
     "piecewise_dkdv": {64: Tile(32, 64, 2, 4), 128: Tile(32, 32, 1, 4), 256: Tile(16, 32, 1, 8)},
+    "sage": {64: Tile(128, 64, 2, 4), 128: Tile(128, 64, 2, 8), 256: Tile(64, 32, 2, 8)},
     "piecewise_dq": {64: Tile(64, 32, 2, 4), 128: Tile(32, 32, 1, 4), 256: Tile(32, 16, 1, 8)},
 }
 # Hopper: tools/tune.py on an H200, 8192 tokens, 32:4 heads, bf16, full mask; 256 by what fits 227 KiB, not measured.
@@ -39,6 +40,7 @@ _HOPPER: dict[str, Table] = {
     "dq": {64: Tile(128, 64, 3, 8), 128: Tile(128, 128, 2, 8), 256: Tile(64, 32, 1, 8)},
     "piecewise_fwd": {64: Tile(128, 64, 3, 8), 128: Tile(128, 64, 2, 8), 256: Tile(64, 32, 1, 8)},
     "piecewise_dkdv": {64: Tile(64, 64, 2, 4), 128: Tile(64, 64, 1, 8), 256: Tile(32, 32, 1, 8)},
+    "sage": {64: Tile(128, 64, 3, 4), 128: Tile(128, 64, 3, 8), 256: Tile(64, 64, 2, 8)},
     "piecewise_dq": {64: Tile(128, 64, 2, 8), 128: Tile(64, 64, 2, 8), 256: Tile(32, 32, 1, 8)},
 }
 # Blackwell: Hopper's, which fit the same shared memory; not measured here.
