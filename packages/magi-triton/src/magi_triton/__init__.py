@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from . import forgetting_attention as forgetting_attention
     from . import runtime as runtime
     from . import sage_attention as sage_attention
     from . import testing as testing
@@ -36,6 +37,7 @@ _HOME = {
     "diffkv_attention": ("diffkv.api", "diffkv_attention"),
     "piecewise_attention": ("piecewise.api", "piecewise_attention"),
     "sage_attention": ("sage_attention", None),
+    "forgetting_attention": ("forgetting_attention", None),
     "Support": ("registry", "Support"),
     "operators": ("registry", "operators"),
     "supports": ("registry", "supports"),

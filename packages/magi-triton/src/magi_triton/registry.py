@@ -130,6 +130,10 @@ _ALL = (
         "sage_attention.forward", ".sage_attention.api", "forward", _attention,
         frozenset({"Hq", "Hkv", "D", "dtype"}), "attention from int8 queries and keys", "test_sage.py",
     ),
+    Operator(
+        "forgetting_attention", ".forgetting_attention.api", "forgetting_attention", _attention, _DENSE,
+        "causal attention whose logits decay by gates", "test_forgetting.py", True,
+    ),
 )  # fmt: skip
 _OPERATORS = {operator.name: operator for operator in sorted(_ALL, key=lambda operator: operator.priority)}
 

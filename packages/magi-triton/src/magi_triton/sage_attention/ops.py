@@ -80,8 +80,8 @@ def _sage_fwd(
         sage_fwd_kernel[(ceil_div(rows, block_m), heads, batch)](
             q, k, v, q_scale, k_scale, mask, out, lse, q.stride()[:3], k.stride()[:3], v.stride()[:3],
             q_scale.stride(), k_scale.stride(), (0, 0, 0, 0) if mask is None else mask.stride(), out.stride()[:3],
-            heads, heads // k.shape[1], rows, k.shape[2], HEAD_DIM=dim, BLOCK_D=max(32, block_dim(dim)), BLOCK_M=block_m,
-            BLOCK_N=block_n, BLKQ=block_q, BLKK=block_k, CAUSAL=causal, MASK=kind,
+            heads, heads // k.shape[1], rows, k.shape[2], HEAD_DIM=dim, BLOCK_D=max(32, block_dim(dim)),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLKQ=block_q, BLKK=block_k, CAUSAL=causal, MASK=kind,
             num_stages=tile.num_stages, num_warps=tile.num_warps, **hints,
         )  # fmt: skip
     return out, lse
