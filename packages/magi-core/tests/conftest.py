@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile(os.environ.get("MAGI_ATTENTION_TEST_PROFILE", "default"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True)
