@@ -84,9 +84,9 @@ def test_pad_and_pack():
         (lambda: utils.get_calc_cost_factor(8, 64, 989.5e12, 0.7), ValueError, "tflops must be in TFLOP/s"),
         (lambda: utils.get_calc_cost_factor(8, 64, 989.5, 0), ValueError, "mfu must be positive, got 0"),
         (lambda: utils.get_comm_cost_factor(8, 64, 450, 0.6, 1), ValueError, "bandwidth must be in bytes/s"),
-        (lambda: utils.make_slice_mask_from_ffa_attn_type(1, 1, 4), ValueError, r"within 0\.\.3, got 4"),
-        (lambda: utils.make_attn_mask_from_ffa_args([[0, 3]], [[0, 1]], [0], 2, 2), ValueError, "q_ranges must lie"),
-        (lambda: utils.make_attn_mask_from_ffa_args([[0, 1]], [], None, 2, 2), ValueError, "got 1, 0 and 1"),
+        (lambda: utils.make_slice_mask_from_ffa_attn_type(1, 1, 4), ValueError, "must be 0, 1, 2 or 3, got 4"),
+        (lambda: utils.make_attn_mask_from_ffa_args([[0, 3]], [[0, 1]], [0], 2, 2), ValueError, "within total_q"),
+        (lambda: utils.make_attn_mask_from_ffa_args([[0, 1]], [], None, 2, 2), ValueError, r"as q_ranges \(1\), got 0"),
     ],
 )  # fmt: skip
 def test_refusals(call, error, message):

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-
-
-def _indices(ranges: np.ndarray) -> np.ndarray:
-    """Every integer of the ranges, range after range: int64."""
-    lengths = ranges[:, 1] - ranges[:, 0]
-    starts = np.cumsum(lengths) - lengths
-    return np.repeat(ranges[:, 0] - starts, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+from magi_comm.rows import expand
 
 
 def _fused(ranges: np.ndarray) -> np.ndarray:
@@ -99,7 +93,8 @@ class TokenPlacement:
 
     def tokens(self, rank: int) -> np.ndarray:
         """Global ids of a rank's tokens in local order, int64, without padding."""
-        return _indices(self.ranges[rank])
+        ranges = self.ranges[rank]
+        return expand(ranges[:, 0], ranges[:, 1] - ranges[:, 0])
 
     def positions(self, rank: int) -> np.ndarray:
         """Global ids of a rank's whole shard: padding repeats the last token of the sequence (0 when there is none)."""
@@ -133,14 +128,14 @@ class TokenPlacement:
         first = np.searchsorted(owned[:, 1], wanted[:, 0], side="right")
         last = np.searchsorted(owned[:, 0], wanted[:, 1], side="left")
         counts = np.maximum(last - first, 0)
-        pairs = _indices(np.stack([first, first + counts], axis=1))
+        pairs = expand(first, counts)
         which = np.repeat(np.arange(len(wanted)), counts)
         begin = np.maximum(wanted[which, 0], owned[pairs, 0])
         end = np.minimum(wanted[which, 1], owned[pairs, 1])
         to = wanted[which, 2] + begin - wanted[which, 0]
         source = owned_local[pairs] + begin - owned[pairs, 0]
         length = end - begin
-        return _indices(np.stack([to, to + length], 1)), _indices(np.stack([source, source + length], 1))
+        return expand(to, length), expand(source, length)
 
     def roll_exchange(self, rank: int, shift: int) -> Exchange:
         """What ``rank`` does so that its token ``g`` becomes the old token ``(g - shift) mod total``.

@@ -13,19 +13,6 @@ if TYPE_CHECKING:
     from magi_core.ranges import AttnRanges
 
 
-def _type_code(mask_type: Any) -> int:
-    if hasattr(mask_type, "to_int_type"):
-        return int(mask_type.to_int_type())
-    if isinstance(mask_type, str):
-        from magi_core.mask_type import AttnMaskType
-
-        return int(AttnMaskType(mask_type).to_int_type())
-    code = int(mask_type)
-    if not 0 <= code <= 3:
-        raise ValueError(f"a mask type must be within 0..3, got {code}")
-    return code
-
-
 def make_slice_mask_from_ffa_attn_type(
     seqlen_q: int, seqlen_k: int, attn_type_idx: "int | AttnMaskType" = 0, device: str | torch.device = "cpu"
 ) -> Tensor:
@@ -36,26 +23,7 @@ def make_slice_mask_from_ffa_attn_type(
         attn_type_idx: 0 full, 1 causal (``j <= i + seqlen_k - seqlen_q``), 2 inverse causal (``j >= i``), 3 both.
         device: of the result.
     """
-    code = _type_code(attn_type_idx)
-    i = torch.arange(seqlen_q, device=device)[:, None]
-    j = torch.arange(seqlen_k, device=device)[None, :]
-    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if code & 1:
-        mask &= j <= i + (seqlen_k - seqlen_q)
-    if code & 2:
-        mask &= j >= i
-    return mask
-
-
-def _pairs(ranges: Any, name: str) -> np.ndarray:
-    if hasattr(ranges, "to_naive_ranges"):
-        ranges = ranges.to_naive_ranges()
-    elif isinstance(ranges, Tensor):
-        ranges = ranges.detach().cpu().numpy()
-    pairs = np.asarray(ranges, dtype=np.int64).reshape(-1, 2) if len(ranges) == 0 else np.asarray(ranges)
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"{name} must be N pairs (start, end), got shape {pairs.shape}")
-    return pairs.astype(np.int64)
+    return make_attn_mask_from_ffa_args([(0, seqlen_q)], [(0, seqlen_k)], [attn_type_idx], seqlen_q, seqlen_k, device)
 
 
 def make_attn_mask_from_ffa_args(
@@ -77,23 +45,10 @@ def make_attn_mask_from_ffa_args(
     Raises:
         ValueError: lists of different length, or a range outside the totals.
     """
-    q, k = _pairs(q_ranges, "q_ranges"), _pairs(k_ranges, "k_ranges")
-    if attn_type_map is None:
-        codes = [0] * len(q)
-    else:
-        values = attn_type_map.tolist() if isinstance(attn_type_map, Tensor) else attn_type_map
-        codes = [_type_code(mask_type) for mask_type in values]
-    if not len(q) == len(k) == len(codes):
-        raise ValueError(
-            f"q_ranges, k_ranges and attn_type_map must be equally long, got {len(q)}, {len(k)} and {len(codes)}"
-        )
-    for name, pairs, total in (("q_ranges", q, total_seqlen_q), ("k_ranges", k, total_seqlen_k)):
-        if len(pairs) and (pairs[:, 0].min() < 0 or pairs[:, 1].max() > total or (pairs[:, 1] < pairs[:, 0]).any()):
-            raise ValueError(f"{name} must lie within [0, {total}], got {pairs.tolist()}")
-    mask = torch.zeros(total_seqlen_q, total_seqlen_k, dtype=torch.bool, device=device)
-    for (q0, q1), (k0, k1), code in zip(q.tolist(), k.tolist(), codes, strict=True):
-        mask[q0:q1, k0:k1] |= make_slice_mask_from_ffa_attn_type(q1 - q0, k1 - k0, code, device)
-    return mask
+    from magi_core.mask import Mask
+
+    mask = Mask.from_slices(q_ranges, k_ranges, attn_type_map, total_q=total_seqlen_q, total_k=total_seqlen_k)
+    return torch.from_numpy(mask.to_dense()).to(device)
 
 
 def _pyplot() -> Any:
