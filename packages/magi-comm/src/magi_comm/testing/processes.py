@@ -35,7 +35,6 @@ _BOOTSTRAP = (
     "from magi_comm.testing.pool_server import serve; serve()"
 )
 _is_rank = False  # set in the processes of a pool
-_PRELOADED = ("magi_core", "magi_comm", "magi_attention")
 _GRACE_S = 2.0  # after a failure, how long the other ranks may take to report their own
 
 
@@ -285,8 +284,5 @@ def _reference(fn: Callable[..., Any] | str) -> tuple[str, str, str | None]:
 
 @functools.cache
 def process_pool(size: int = 8) -> ProcessPool:
-    """The pool of this process that all tests share; it ends with the interpreter.
-
-    Its server imports the packages of this project that are imported here when it is made.
-    """
-    return ProcessPool(size, preload=sorted(name for name in sys.modules if name in _PRELOADED))
+    """The pool of this process that all tests share; it ends with the interpreter."""
+    return ProcessPool(size, preload=["magi_comm"])
