@@ -20,6 +20,14 @@ def _interface() -> Any:
     return importlib.import_module("flash_attn.cute.interface")
 
 
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The library asserts what it cannot do (a packed backward on Hopper, a deterministic one): here it is an error."""
+    try:
+        return function(*args, **kwargs)
+    except AssertionError as error:
+        raise NotImplementedError(f"provider 'flash_attn_4' refuses: {error}") from error
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, needs_grad: bool) -> None:
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         raise NotImplementedError(
@@ -30,7 +38,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, nee
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Forward:
-    out, lse, *_ = _interface()._flash_attn_fwd(
+    out, lse, *_ = _call(
+        _interface()._flash_attn_fwd,
         q,
         k,
         v,
@@ -50,7 +59,8 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor,
     extras: Extras, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+    dq, dk, dv, *_ = _call(
+        _interface()._flash_attn_bwd,
         *(q, k, v, out, dout.contiguous(), lse),
         softmax_scale=options.softmax_scale,
         causal=options.causal,
