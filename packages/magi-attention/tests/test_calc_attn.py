@@ -308,8 +308,28 @@ def test_double_backward_is_refused() -> None:
     q, k, v = (x[n].clone().requires_grad_() for n in "qkv")
     out, _ = api.calc_attn(q, k, v, key_of(SingleCommunicator()))
     (dq,) = torch.autograd.grad(out.square().sum(), [q], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="differentiable once"):
         dq.sum().backward()
+    # A gradient penalty of a loss that is linear in out: its second term must not be dropped in silence.
+    out, _ = api.calc_attn(q, k, v, key_of(SingleCommunicator()))
+    (dq,) = torch.autograd.grad(out.sum(), [q], create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        (out.sum() + dq.square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda x, key: api.roll(x, 1.5, 0, key), TypeError, "shift must be an integer, got float 1.5"),
+        (lambda x, key: api.roll(x, 1, 0.0, key), TypeError, "dim must be an integer, got float 0.0"),
+        (lambda x, key: api.undispatch(x, key, "no"), TypeError, "is_partial_grad must be a bool, got str 'no'"),
+    ],
+    ids=["shift", "dim", "is_partial_grad"],
+)
+def test_options_of_transport_are_checked(call, error, message) -> None:
+    key = key_of(SingleCommunicator())
+    with pytest.raises(error, match=message):
+        call(torch.zeros(key.shard_q, 2), key)
 
 
 def test_xattn_arguments_are_the_mask_in_local_query_order() -> None:

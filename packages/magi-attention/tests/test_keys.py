@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from dataclasses import replace
 
 import magi_attention.api as api
 import numpy as np
@@ -395,3 +396,31 @@ def test_deprecated_arguments_warn_and_still_work(group) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert magi_attn_varlen_key([0, 16], [0, 16], 4, 2, 8, 0, group) is key
+
+
+def test_two_threads_that_plan_the_same_share_the_first_key(group):
+    """The one that comes second must not replace the plan, and with it the handle, that the first has handed out."""
+    key = key_of(group)
+    plans = DistAttnRuntimeDictManager()
+    manager = api.dist_attn_runtime_dict_mgr.get(key)
+    late = copy.copy(manager)
+    late.key = replace(key, handle=torch.tensor(-1))
+
+    def make_late():
+        plans.get_or_make(key, lambda: manager)  # meanwhile, in another thread
+        return late
+
+    assert plans.get_or_make(late.key, make_late) is manager
+
+
+@pytest.mark.parametrize("window, error", [((1.5, 0), TypeError), ((1, 0, 3), ValueError), ((-2, 0), ValueError)])
+def test_windows_are_two_integers(group, window, error):
+    with pytest.raises(error, match="window_size must be two integers of at least -1"):
+        magi_attn_varlen_key([0, 10], [0, 10], 2, 1, 8, 0, group, window_size=window)
+
+
+def test_flags_of_a_key_are_bools(group):
+    with pytest.raises(TypeError, match="causal must be a bool, got 'no' of str"):
+        magi_attn_varlen_key([0, 10], [0, 10], 2, 1, 8, 0, group, causal="no")
+    with pytest.raises(TypeError, match="allow_overlap must be a bool, got 'no' of str"):
+        key_of(group, allow_overlap="no")

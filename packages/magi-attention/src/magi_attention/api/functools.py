@@ -107,12 +107,19 @@ def infer_varlen_mask_from_batch(
 
 def _window_limits(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, int]:
     """``(left, right)`` with "no limit" spelt as the whole key length."""
-    if len(window_size) != 2 or any(w < -1 for w in window_size):
-        raise ValueError(
-            f"window_size must be two integers of at least -1 (-1: no limit on that side), got {tuple(window_size)}"
-        )
-    left, right = (seqlen_k if w == -1 or w >= seqlen_k - 1 else int(w) for w in window_size)
+    left, right = (seqlen_k if w == -1 or w >= seqlen_k - 1 else w for w in _checked_window(window_size))
     return left, right
+
+
+def _checked_window(window_size: Sequence[int]) -> tuple[int, int]:
+    message = "window_size must be two integers of at least -1 (-1: no limit on that side), got "
+    if len(window_size) != 2:
+        raise ValueError(f"{message}{tuple(window_size)}")
+    if any(isinstance(w, bool) or not isinstance(w, (int, np.integer)) for w in window_size):
+        raise TypeError(f"{message}{tuple(window_size)}")
+    if any(w < -1 for w in window_size):
+        raise ValueError(f"{message}{tuple(window_size)}")
+    return int(window_size[0]), int(window_size[1])
 
 
 def infer_attn_mask_from_sliding_window(
@@ -185,7 +192,9 @@ def infer_attn_mask_from_cu_seqlens(
             f"cu_seqlens_q and cu_seqlens_k must describe the same number of documents, "
             f"got {len(cu_q) - 1} and {len(cu_k) - 1}"
         )
-    window = (int(window_size[0]), int(window_size[1]))
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {causal!r} of {type(causal).__name__}")
+    window = _checked_window(window_size)
     has_window = window != (-1, -1)
     if has_window and causal:
         raise ValueError(f"causal must be False when window_size is given, got window_size {window}")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from magi_core.checks import check_bool
 from magi_core.flex_attn import AttnForwardMeta
 from magi_core.mask import Mask
 from torch import Tensor
@@ -350,8 +351,8 @@ def undispatch(x: Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False
         _check_key(key)
         check_role(role)
         total = key.total_seqlen_q if role == "q" else key.total_seqlen_k
-        return _OPS.undispatch(x, key.handle, role, bool(is_partial_grad), total)  # type: ignore[no-any-return]
-    return dist_attn_runtime_dict_mgr.get(key).undispatch(x, bool(is_partial_grad), role)
+        return _OPS.undispatch(x, key.handle, role, check_bool(is_partial_grad, "is_partial_grad"), total)  # type: ignore[no-any-return]
+    return dist_attn_runtime_dict_mgr.get(key).undispatch(x, is_partial_grad, role)
 
 
 def roll(

@@ -60,6 +60,8 @@ def as_mask(
         ValueError: a range outside its tensor, numbers of slices that differ, or (unless ``allow_overlap``) a pair that
             two slices cover, naming both. TypeError: ranges that are none.
     """
+    if not isinstance(allow_overlap, bool):
+        raise TypeError(f"allow_overlap must be a bool, got {allow_overlap!r} of {type(allow_overlap).__name__}")
     for name, total in (("total_seqlen_q", total_q), ("total_seqlen_k", total_k)):
         if isinstance(total, bool) or not isinstance(total, (int, np.integer)):
             raise TypeError(f"{name} must be an int, got {total!r} of {type(total).__name__}")

@@ -8,6 +8,7 @@ import torch
 from magi_core.backends.reference import compute_dtype
 from magi_core.bands import Bands
 from magi_core.checks import check_bool, check_qkv, check_score_options, check_sink
+from magi_core.errors import checked_int
 from magi_core.flex_attn import AttnForwardMeta
 from magi_core.planner import DistPlan
 from magi_core.ranges import AttnRanges
@@ -68,16 +69,17 @@ class DistAttnRuntimeMgr:
         """This rank's shard to ``(total, ...)`` on every rank."""
         transport = self.transport(role)
         self._check_shard(x, 0, transport)
-        return Undispatch.apply(x, transport, is_partial_grad)  # type: ignore[no-any-return]
+        return Undispatch.apply(x, transport, check_bool(is_partial_grad, "is_partial_grad"))  # type: ignore[no-any-return]
 
     @instrument_nvtx
     def roll(self, x: Tensor, shift: int, dim: int = 0, role: str = "q", pad_value: float = 0.0) -> Tensor:
         """The shard of the global tensor rolled by ``shift`` tokens along its sequence, which is ``dim`` of ``x``."""
         transport = self.transport(role)
+        shift, dim = checked_int(shift, "shift", maximum=None), checked_int(dim, "dim")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"dim must be a dim of x, within [{-x.dim()}, {x.dim()}), got {dim}")
         self._check_shard(x, dim, transport)
-        return Roll.apply(x, transport, int(shift), dim, float(pad_value))  # type: ignore[no-any-return]
+        return Roll.apply(x, transport, shift, dim, float(pad_value))  # type: ignore[no-any-return]
 
     @staticmethod
     def _check_shard(x: Tensor, dim: int, transport: Transport) -> None:

@@ -102,6 +102,8 @@ class DistAttnRuntimeDictManager:
                 return self.get(key)
         manager = make()  # planning takes long: outside the lock, groups do not wait for others
         with self._lock:
+            if key in self:  # another thread was faster: its key and handle are out already
+                return self.get(key)
             for group in [group for group in self._kept if not _is_alive(group)]:
                 self.clear(group)
             plans = self._of(key.cp_group)

@@ -264,6 +264,25 @@ def _padded(x: Tensor, num_rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros((num_rows - x.shape[0], *x.shape[1:]))])
 
 
+DOUBLE_BACKWARD = "calc_attn is differentiable once: a gradient of its gradient (double backward) is not supported"
+
+
+class _DistAttentionBackward(torch.autograd.Function):
+    """The backward, as a node of its own under ``create_graph=True``, so that differentiating it can be refused."""
+
+    @staticmethod
+    def forward(ctx: Any, dout: Tensor, dlse: Tensor | None, state: tuple[Any, ...], *tensors: Tensor) -> Any:
+        """``(dq, dk, dv, dsink)``; see ``backward`` of this module."""
+        runtime, softmax_scale, softcap, needs = state
+        q, k, v, out, lse, sink = tensors
+        return backward(runtime, dout, dlse, q, k, v, out, lse, sink, softmax_scale, softcap, needs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Refused."""
+        raise NotImplementedError(DOUBLE_BACKWARD)
+
+
 class DistAttention(torch.autograd.Function):
     """The eager path: ``forward`` and ``backward`` above, the plan held between them."""
 
@@ -288,28 +307,23 @@ class DistAttention(torch.autograd.Function):
         return out, lse, max_logits
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         """Gradients of the four tensors; see ``backward`` of this module."""
         q, k, v, out, lse, sink = ctx.saved_tensors
         needs_q, needs_k, needs_v, needs_sink = ctx.needs_input_grad[:4]
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dsink = backward(
-            ctx.runtime,
-            dout,
-            dlse,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            sink,
-            ctx.softmax_scale,
-            ctx.softcap,
-            (needs_q, needs_k or needs_v, needs_sink),
-        )
+        state = (ctx.runtime, ctx.softmax_scale, ctx.softcap, (needs_q, needs_k or needs_v, needs_sink))
+        dq, dk, dv, dsink = _DistAttentionBackward.apply(dout, dlse, state, q, k, v, out, lse, sink)
         return dq, dk if needs_k else None, dv if needs_v else None, dsink, None, None, None, None
 
 
-__all__ = ["DistAttention", "DistAttnRuntime", "RemoteStage", "backward", "forward", "sink_layout_of"]
+__all__ = [
+    "DOUBLE_BACKWARD",
+    "DistAttention",
+    "DistAttnRuntime",
+    "RemoteStage",
+    "backward",
+    "forward",
+    "sink_layout_of",
+]

@@ -13,7 +13,7 @@ import torch
 from magi_core.backends.reference import compute_dtype
 from torch import Tensor
 
-from .attention import backward, forward
+from .attention import DOUBLE_BACKWARD, backward, forward
 from .handles import handles
 from .transport import Transport, roll_along
 
@@ -259,6 +259,11 @@ def _calc_attn_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: A
     return *given, None, None, None, None
 
 
+def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(DOUBLE_BACKWARD)
+
+
+torch.library.register_autograd(f"{NAMESPACE}::calc_attn_bwd", _refuse_double_backward)
 torch.library.register_autograd(f"{NAMESPACE}::dispatch", _dispatch_backward, setup_context=_dispatch_setup)
 torch.library.register_autograd(f"{NAMESPACE}::undispatch", _undispatch_backward, setup_context=_undispatch_setup)
 torch.library.register_autograd(f"{NAMESPACE}::roll", _roll_backward, setup_context=_roll_setup)
