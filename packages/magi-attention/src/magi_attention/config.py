@@ -264,8 +264,8 @@ class DispatchConfig:
     Args:
         chunk_size: tokens of a chunk, the unit of placement. None takes ``ceil(total_q / (min_chunks_per_rank *
             world_size))``, a given size is an upper bound on that. With ``BalancedDispatchAlg``, None and the default
-            number of chunks per rank, chunks shrink (to 64 tokens at least) while the largest holds more than a quarter
-            of a rank's share of the work.
+            number of chunks per rank, chunks shrink (to 64 tokens at least) while the largest holds more than four
+            fifths of a rank's share of the work.
         uneven_shard: no padding: the last chunk may be short and ranks may hold different numbers of tokens.
         alg: the placement algorithm.
     """

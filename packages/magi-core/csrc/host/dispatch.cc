@@ -365,7 +365,7 @@ int32_t suggest_chunk_size(std::span<Band const> bands, int32_t total_q, int32_t
       sum += a;
       largest = std::max(largest, a);
     }
-    if (__int128{4} * largest * world_size <= sum) break;
+    if (__int128{5} * largest * world_size <= 4 * sum) break;
     size = (size + 1) / 2;
   }
   return size;

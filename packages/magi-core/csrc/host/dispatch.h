@@ -46,7 +46,7 @@ std::vector<int32_t> dispatch_chunks(std::span<int64_t const> areas, int32_t wor
                                      int32_t chunk_size, int32_t total_q, DispatchOptions const& options);
 
 // Chunk size for a mask: ceil(total_q / (8 * world_size)), at most `limit`, and halved while the largest chunk has more
-// than a quarter of a rank's mean area (it could not be balanced), down to 64 rows and 64 chunks a rank.
+// than four fifths of a rank's mean area (it could not be balanced), down to 64 rows and 64 chunks a rank.
 int32_t suggest_chunk_size(std::span<Band const> bands, int32_t total_q, int32_t world_size, int32_t limit);
 
 // No assignment has a smaller largest load: max(mean rounded up, largest chunk, sum of the pairs that must share).

@@ -230,6 +230,8 @@ class Placement {
         cover_(at(p.world) * at(p.num_chunks), 0),
         load_(at(p.world), 0),
         recv_(at(p.world), 0),
+        send_(at(p.world), 0),
+        readers_(at(p.num_chunks), 0),
         release_(at(p.num_chunks), -1),
         chunks_(at(p.world)) {
     for (int32_t c = 0; c < p.num_chunks; ++c) {
@@ -242,13 +244,20 @@ class Placement {
     }
     for (int32_t r = 0; r < p.world; ++r) {
       for (int32_t k = 0; k < p.num_chunks; ++k) {
-        if (cover(r, k) > 0 && rank_of_[at(k)] != r) recv_[at(r)] += p.tokens[at(k)];
+        if (cover(r, k) == 0) continue;
+        ++readers_[at(k)];
+        if (rank_of_[at(k)] == r) continue;
+        recv_[at(r)] += p.tokens[at(k)];
+        send_[at(rank_of_[at(k)])] += p.tokens[at(k)];
       }
     }
   }
 
   std::span<int64_t const> loads() const { return load_; }
   std::span<int64_t const> received() const { return recv_; }
+  std::span<int64_t const> sent() const { return send_; }
+  // Tokens sent for the keys of chunk c, wherever it lies (at most one copy more than that, its own rank's).
+  int64_t demand(int32_t c) const { return p_.tokens[at(c)] * readers_[at(c)]; }
   std::span<int32_t const> chunks(int32_t r) const { return chunks_[at(r)]; }
   std::vector<int32_t> const& ranks() const { return rank_of_; }
 
@@ -298,33 +307,45 @@ class Placement {
   uint16_t& cover(int32_t r, int32_t k) { return cover_[at(r) * at(p_.num_chunks) + at(k)]; }
   // Between leave and enter a chunk has no owner: whoever sees it receives it.
   void leave(int32_t c, int32_t r) {
+    send_[at(r)] -= p_.tokens[at(c)] * (readers_[at(c)] - (cover(r, c) > 0));
     rank_of_[at(c)] = -1;
     if (cover(r, c) > 0) recv_[at(r)] += p_.tokens[at(c)];
     for (Range const& keys : p_.reach[at(c)]) {
       for (int32_t k = keys.begin; k < keys.end; ++k) {
-        if (--cover(r, k) == 0 && rank_of_[at(k)] != r) recv_[at(r)] -= p_.tokens[at(k)];
+        if (--cover(r, k) == 0) count_reader(r, k, -1);
       }
     }
   }
   void enter(int32_t c, int32_t r) {
     rank_of_[at(c)] = r;
+    send_[at(r)] += p_.tokens[at(c)] * (readers_[at(c)] - (cover(r, c) > 0));
     if (cover(r, c) > 0) recv_[at(r)] -= p_.tokens[at(c)];
     for (Range const& keys : p_.reach[at(c)]) {
       for (int32_t k = keys.begin; k < keys.end; ++k) {
-        if (cover(r, k)++ == 0 && rank_of_[at(k)] != r) recv_[at(r)] += p_.tokens[at(k)];
+        if (cover(r, k)++ == 0) count_reader(r, k, 1);
       }
     }
+  }
+  // Rank r begins (1) or ceases (-1) to read the keys of chunk k.
+  void count_reader(int32_t r, int32_t k, int32_t by) {
+    readers_[at(k)] += by;
+    int32_t const owner = rank_of_[at(k)];
+    if (owner == r) return;
+    recv_[at(r)] += by * p_.tokens[at(k)];
+    if (owner >= 0) send_[at(owner)] += by * p_.tokens[at(k)];
   }
 
   Problem const& p_;
   std::vector<int32_t> rank_of_;
   std::vector<uint16_t> cover_;
-  std::vector<int64_t> load_, recv_, release_;
+  std::vector<int64_t> load_, recv_, send_;
+  std::vector<int32_t> readers_;  // ranks that read each chunk
+  std::vector<int64_t> release_;
   std::vector<std::vector<int32_t>> chunks_;
 };
 
 // Predicted price of a placement: compute of the fullest rank, slack free of charge, and the transfers of the mean and
-// of the busiest rank, which overlap hides only in part.
+// of the busiest receiver or sender, which overlap hides only in part.
 Wide score_of(Problem const& p, Placement const& x, int64_t cap, DispatchOptions const& o) {
   auto const load = x.loads(), recv = x.received();
   Wide const most = std::max(cap, *std::max_element(load.begin(), load.end()));
@@ -393,7 +414,7 @@ void balance(Problem const& p, Placement& x, int64_t cap, DispatchOptions const&
 }
 
 // Moves chunks to ranks that read most of their keys already, in exchange for a chunk of theirs, while no rank's area
-// passes the larger of the slack and what was largest before. Receivers far above the mean weigh three times.
+// passes the larger of the slack and what was largest before. Receivers and senders far above the mean weigh more.
 void gather(Problem const& p, Placement& x, int64_t cap, int64_t steps) {
   constexpr size_t kRanksTried = 3;
   auto const largest = [](std::span<int64_t const> v) { return *std::max_element(v.begin(), v.end()); };
@@ -401,7 +422,8 @@ void gather(Problem const& p, Placement& x, int64_t cap, int64_t steps) {
   int64_t const mean = std::accumulate(x.received().begin(), x.received().end(), int64_t{0}) / p.world;
   auto const price = [&](int32_t r) {
     int64_t const recv = x.received()[at(r)];
-    return recv + 2 * std::max<int64_t>(0, recv - mean - mean / 2);
+    return recv + 2 * std::max<int64_t>(0, recv - mean - mean / 2) +
+           2 * std::max<int64_t>(0, x.sent()[at(r)] - mean - mean / 3);
   };
   std::vector<std::pair<int64_t, int32_t>> hosts;
   std::vector<int32_t> theirs;
@@ -418,6 +440,7 @@ void gather(Problem const& p, Placement& x, int64_t cap, int64_t steps) {
       if ((steps -= p.world * p.reach_size[at(a)]) < 0) return;
       size_t const tried = std::min(kRanksTried, hosts.size());
       std::partial_sort(hosts.begin(), hosts.begin() + static_cast<std::ptrdiff_t>(tried), hosts.end());
+      int64_t const relief = x.sent()[at(from)] > mean + mean / 3 ? 2 * x.demand(a) : 0;
       int64_t best = 0;
       int32_t partner = -1;
       for (size_t i = 0; i < tried; ++i) {
@@ -431,7 +454,7 @@ void gather(Problem const& p, Placement& x, int64_t cap, int64_t steps) {
         if ((steps -= static_cast<int64_t>(theirs.size())) < 0) return;
         for (int32_t const b : theirs) {
           if (p.areas[at(b)] > room_from || -p.areas[at(b)] > room_to) continue;
-          if (3 * (most + x.release(b) + p.tokens[at(b)]) <= best) continue;
+          if (3 * (most + x.release(b) + p.tokens[at(b)]) + relief <= best) continue;
           if ((steps -= 4 * (p.reach_size[at(a)] + p.reach_size[at(b)])) < 0) return;
           int64_t const before = price(from) + price(to);
           x.swap(a, b);

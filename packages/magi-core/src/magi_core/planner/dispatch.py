@@ -66,8 +66,8 @@ def chunk_areas(mask_or_bands: Any, chunk_size: int, total_q: int) -> Int64Array
 def suggest_chunk_size(mask_or_bands: Any, total_q: int, world_size: int, limit: int | None = None) -> int:
     """Rows of a chunk for this mask and number of ranks.
 
-    ``ceil(total_q / (8 * world_size))``, at most ``limit``, and halved while the largest chunk holds more than a
-    quarter of a rank's mean area, because such chunks cannot be balanced (a long document among short ones); never
+    ``ceil(total_q / (8 * world_size))``, at most ``limit``, and halved while the largest chunk holds more than
+    four fifths of a rank's mean area, because such chunks cannot be balanced (a long document among short ones); never
     below 64 rows or 64 chunks a rank for that reason.
     """
     return int(
