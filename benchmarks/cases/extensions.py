@@ -67,7 +67,7 @@ def _sparse_setup(is_backward: bool, dim: int, dim_v: int) -> Setup:
     k, v = _make(KEYS, 1, dim, seed=1).requires_grad_(), _make(KEYS, 1, dim_v, seed=2).requires_grad_()
     dout = _make(KEYS, SPARSE_HEADS, dim_v, seed=3)
     index = torch.randint(0, KEYS, (1, KEYS, TOPK), device="cuda", dtype=torch.int32)
-    out = dsa_attn_func(q, k, v, index)[0] if is_backward else None
+    out: Any = dsa_attn_func(q, k, v, index)[0] if is_backward else None
 
     def magi() -> Any:
         if is_backward:
@@ -77,7 +77,7 @@ def _sparse_setup(is_backward: bool, dim: int, dim_v: int) -> Setup:
 
     implementations: dict[str, Callable[[], Any]] = {"magi": magi}
     if dim == dim_v:  # dense causal attention of the same size, by the FlashAttention-2 inside torch
-        dense_out = fa2_func_with_sink(q[None], k[None], v[None], causal=True) if is_backward else None
+        dense_out: Any = fa2_func_with_sink(q[None], k[None], v[None], causal=True) if is_backward else None
 
         def dense() -> Any:
             if is_backward:

@@ -98,7 +98,7 @@ def _setup(kind: str, total: int, dim: int, direction: str) -> Setup:
             return (flex_flash_attn_func(q, k, v, plan=plan)[0],)
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = flex_flash_attn_func(*leaves, plan=plan)[0] if direction == "bwd" else None
+    out: Any = flex_flash_attn_func(*leaves, plan=plan)[0] if direction == "bwd" else None
 
     def backward() -> tuple[Any, ...]:
         return (out, *torch.autograd.grad(out, leaves, dout, retain_graph=True))
