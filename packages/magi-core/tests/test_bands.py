@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from magi_core.bands import Bands
 from magi_core.builders import from_dense
 

@@ -4,9 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import magi_core
+import pytest
 
 CODE = """
 import sys

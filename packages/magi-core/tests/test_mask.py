@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from magi_core.bands import Bands
 from magi_core.mask import Mask
 from magi_core.mask_type import AttnMaskType
@@ -239,9 +238,8 @@ def test_picture(capsys):
 
 def test_drawing(tmp_path):
     pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
     from magi_core.drawing import coverage
+    from matplotlib.figure import Figure
 
     mask = Mask.block_causal([300, 700], 64)
     path = tmp_path / "mask.png"

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from magi_core.mask_type import AttnMaskType, mask_type_codes
 
 

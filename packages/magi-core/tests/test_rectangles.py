@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from magi_core.mask import Mask
 from magi_core.mask_type import AttnMaskType
 from magi_core.ranges import AttnRange, AttnRanges
