@@ -145,11 +145,8 @@ def test_the_environment_is_not_read_at_import(bare):
     bare("import magi_attention.api", MAGI_ATTENTION_KERNEL_BACKEND="no such backend", MAGI_ATTENTION_UNKNOWN="1")
 
 
-def test_import_takes_little_time(bare):
-    """Of the package alone, CPU time: two attempts, the better counts; a tenth of what importing torch takes."""
-    code = "import time\nstart = time.process_time()\nimport {}\nprint(time.process_time() - start)"
-    ours = min(float(bare(code.format("magi_attention, magi_attention.config"))) for _ in range(2))
-    assert ours < 1.0, f"importing magi_attention took {ours:.2f} s"
+def test_import_loads_no_array_library(bare):
+    """What makes an import slow is what it brings along: nothing heavy before first use."""
     loaded = bare(
         "import sys, magi_attention, magi_attention.config\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
     )
