@@ -91,8 +91,8 @@ __global__ __launch_bounds__(256) void copy_rows_kernel(CopyRowsParams const p) 
   if (token >= p.tokens) return;
   Element x = narrow<Element>(0.0f);
   if (dim < p.from_dim) {
-    x = static_cast<Element const*>(p.from)[token * p.from_strides[0] + head * p.from_strides[1] +
-                                           dim * p.from_strides[2]];
+    x = static_cast<Element const*>(
+        p.from)[token * p.from_strides[0] + head * p.from_strides[1] + dim * p.from_strides[2]];
     if (p.factor != 1.0f) x = narrow<Element>(widen(x) * p.factor);
   }
   static_cast<Element*>(p.to)[token * p.to_strides[0] + head * p.to_strides[1] + dim] = x;
