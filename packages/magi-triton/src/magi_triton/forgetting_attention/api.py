@@ -33,7 +33,8 @@ def forgetting_attention(
         seq_start: integer ``(B,)``: tokens before it (left padding) are seen by none, and their gates count as 0.
         sm_scale: any finite number; ``D ** -0.5`` when None.
         adaptive_threshold: None, or a number <= 0: the forward skips leading key tiles all of whose decays
-            ``C_i - C_j`` are below it, for gates that are not positive. The backward is that of the function without skipping.
+            ``C_i - C_j`` are below it, for gates that are not positive. The backward is that of the
+            function without skipping.
 
     Returns:
         ``out`` with shape, dtype and strides of q; rows that see no key are 0.
