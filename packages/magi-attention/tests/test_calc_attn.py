@@ -404,3 +404,11 @@ def test_wrong_arguments_are_refused(change, error, message) -> None:
     }
     with pytest.raises(error, match=message):
         api.calc_attn(**(given | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.int8, torch.bool], ids=str)
+def test_roll_takes_any_dtype(dtype) -> None:
+    key = key_of(SingleCommunicator())
+    whole = (torch.arange(2 * TOTAL).reshape(TOTAL, 2) % 2).to(dtype)
+    rolled = api.undispatch(api.roll(api.dispatch(whole, key), 5, 0, key), key)
+    assert rolled.dtype == dtype and torch.equal(rolled.float(), whole.float().roll(5, 0))

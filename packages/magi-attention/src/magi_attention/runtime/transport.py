@@ -23,6 +23,12 @@ from .placement import Exchange, TokenPlacement
 
 _T = TypeVar("_T")
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# What torch copies by index.
+_INDEXED = frozenset(
+    (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+) | frozenset((*_INTEGERS.values(), torch.int8))
+
 
 class IndexCache:
     """Index tensors of one placement, made once per device; the least recently used of many shifts go.
@@ -131,6 +137,8 @@ class Transport:
         shift %= max(self.placement.total, 1)
         plan, (copy_from, copy_to, send_index, recv_index) = self._exchange(shift, local.device)
         rows = local.contiguous()
+        if rows.dtype not in _INDEXED:  # float8 and wide unsigned types move as integers of their size
+            rows = rows.view(_INTEGERS[rows.itemsize])
         result = rows.new_empty((self.num_tokens, *rows.shape[1:]))
         received = rows.new_empty((sum(plan.recv_splits), *rows.shape[1:]))
         work = None
@@ -142,7 +150,7 @@ class Transport:
         if work is not None:
             work.wait()
             result.index_copy_(0, recv_index, received)
-        return self._padded(result, pad_value)
+        return self._padded(result.view(local.dtype), pad_value)
 
     def positions(self, device: torch.device) -> Tensor:
         """Global position of every token of the shard, int64; padding repeats the last token's."""
