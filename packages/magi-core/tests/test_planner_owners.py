@@ -94,3 +94,17 @@ def test_maps_refuse_what_lies_outside():
     with pytest.raises(TypeError, match="tokens must hold integers"):
         owners.to_local([0.5])
     assert owners.to_local([])[0].tolist() == []
+
+
+def test_a_table_of_rows_is_the_same_partition():
+    owners = Owners([[(4, 6), (0, 2)], [], [(2, 4), (6, 9)]], 9)
+    assert Owners.from_table([[2, 6, 9], [0, 0, 2], [2, 2, 4], [0, 4, 6]], 3, 9) == owners
+    assert Owners.from_table(owners.table[:, :3], 3, 9) == owners
+    for rows, message in (
+        ([[0, 0, 9], [1, 3, 4]], "own"),
+        ([[0, 0, 8]], "own"),
+        ([[3, 0, 9]], "3"),
+        ([[0, 0]], r"rows must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Owners.from_table(rows, 3, 9)

@@ -165,7 +165,7 @@ class DistPlan:
 
     def _owners(self, which: str, total: int) -> Owners:
         rows = self._section(f"{which}_runs", self._header[f"num_{which}_runs"], 3)
-        return Owners([rows[rows[:, 0] == rank, 1:] for rank in range(self.world_size)], total)
+        return Owners.from_table(rows.astype(np.int32), self.world_size, total)
 
     @cached_property
     def q_owners(self) -> Owners:
@@ -174,7 +174,10 @@ class DistPlan:
 
     @cached_property
     def k_owners(self) -> Owners:
-        """Which rank holds which keys."""
+        """Which rank holds which keys; the same object as ``q_owners`` when they are the same."""
+        sections = [self._section(f"{which}_runs", self._header[f"num_{which}_runs"], 3) for which in "qk"]
+        if self.total_q == self.total_k and np.array_equal(sections[0], sections[1]):
+            return self.q_owners
         return self._owners("k", self.total_k)
 
     @cached_property

@@ -66,6 +66,18 @@ class Owners:
         return owners
 
     @classmethod
+    def from_table(cls, rows: Any, world_size: int, total: int) -> Owners:
+        """Of ``(n, 3)`` integer rows (rank, begin, end), in any order.
+
+        Raises:
+            ValueError: as for the constructor, or a rank outside ``[0, world_size)``.
+        """
+        owners = object.__new__(cls)
+        table = checked_int32_array(rows, "rows", (None, 3))
+        owners._set(table, checked_int(world_size, "world_size", minimum=0), checked_int(total, "total", minimum=0))
+        return owners
+
+    @classmethod
     def contiguous(cls, total: int, world_size: int) -> Owners:
         """Equal contiguous blocks; the first ``total % world_size`` ranks hold one token more."""
         tokens = checked_int(total, "total", minimum=0)
