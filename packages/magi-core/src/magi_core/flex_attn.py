@@ -21,6 +21,7 @@ from .backends.select import select_backend
 from .checks import check_bool, check_hints, check_qkv, check_score_options, check_sink
 from .errors import INT32_MAX, checked_int
 from .index_attn import IndexMask, check_indices, index_backward, index_forward
+from .mask import Mask
 from .mask_type import AttnMaskType
 from .plan import FlexPlan
 from .plan_cache import DevicePlan, plan_from_buffer, plan_from_device_ranges, plan_from_ranges
@@ -397,7 +398,8 @@ def flex_flash_attn_func(
         return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
     if plan is None and (q_ranges is None or k_ranges is None):
         missing = "q_ranges" if q_ranges is None else "k_ranges"
-        raise ValueError(f"q_ranges and k_ranges must be given together, got {missing}=None")
+        hint = "; a Mask is given as *mask.slices()" if isinstance(q_ranges, Mask) else ""
+        raise ValueError(f"q_ranges and k_ranges must be given together, got {missing}=None{hint}")
     if plan is not None:
         if not isinstance(plan, (FlexPlan, DevicePlan, Tensor)):
             raise TypeError(f"plan must be a FlexPlan or an int32 tensor that holds one, got {type(plan).__name__}")

@@ -294,6 +294,7 @@ def add_parser(commands: Any) -> None:
         epilog=(
             "examples:\n"
             "  python -m magi_attention plan causal -p total_q=8192 --world-size 8\n"
+            "  python -m magi_attention plan documents -p lengths=1000,4000,3192 -p causal=true --world-size 4\n"
             "  python -m magi_attention plan --cu-seqlens 0,1000,5000,8192 --causal --world-size 4 --png mask.png\n"
             "  echo '[[0,64,0,64,\"causal\"],[64,96,0,96]]' | python -m magi_attention plan --slices - --world-size 2\n"
         ),
@@ -302,7 +303,14 @@ def add_parser(commands: Any) -> None:
     source.add_argument("mask", nargs="?", choices=BUILDERS, help="a mask builder; -p gives its parameters")
     source.add_argument("--slices", metavar="FILE", help="JSON: [[q0, q1, k0, k1, type], ...] or an object; - is stdin")
     source.add_argument("--cu-seqlens", metavar="0,A,B,...", help="packed documents")
-    parser.add_argument("-p", "--param", action="append", default=[], metavar="NAME=VALUE", help="of the builder")
+    parser.add_argument(
+        "-p",
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the builder, as of magi_core.Mask's method; a list is A,B,C",
+    )
     parser.add_argument("--cu-seqlens-k", metavar="0,A,B,...", help="of the keys, when they differ")
     parser.add_argument("--causal", action="store_true", help="causal documents")
     parser.add_argument("--window", metavar="LEFT,RIGHT", help="window of documents, -1 for no limit")
