@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from magi_core import AttnMaskType, AttnRanges, FlexPlan, stages
+from magi_core import AttnMaskType, AttnRanges, FlexPlan, Mask, stages
 from magi_core.backends import schedule
 from magi_core.bands import Bands
 from magi_core.flex_attn import flex_flash_attn_func
@@ -460,3 +460,9 @@ def test_a_plan_of_one_of_several_stages_is_refused(as_tensor):
     q = torch.randn(300, 1, 8)
     with pytest.raises(ValueError, match="plan must be for one stage, got stage 1 of 2"):
         flex_flash_attn_func(q, q, q, plan=plan.tensor() if as_tensor else plan)
+
+
+def test_mask_in_the_place_of_ranges_is_told_the_way():
+    q = torch.randn(8, 1, 16)
+    with pytest.raises(ValueError, match=r"\*mask\.slices\(\)"):
+        flex_flash_attn_func(q, q, q, Mask.causal(8))
