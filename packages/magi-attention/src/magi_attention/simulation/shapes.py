@@ -170,9 +170,9 @@ def ours(
     recv = np.zeros((plan.num_stages, 2, world))
     sent = np.zeros_like(recv)
     for stage, tokens in enumerate(plan.traffic):
-        for link, where in enumerate((near, ~near)):
-            moved = np.where(where, tokens, 0)
-            recv[stage, link], sent[stage, link] = moved.sum(0), moved.sum(1)
+        moved = np.where(near, tokens, 0)
+        recv[stage, 0], sent[stage, 0] = moved.sum(0), moved.sum(1)
+        recv[stage, 1], sent[stage, 1] = tokens.sum(0) - recv[stage, 0], tokens.sum(1) - sent[stage, 0]
     if relay and world > m.gpus_per_node:
         _relay(plan, m, recv, sent)
     busiest = [plan.balance, recv.sum((0, 1)), sent[:, 1].sum(0), recv[:, 1].sum(0)]
@@ -197,12 +197,13 @@ def _relay(plan: Any, m: Machine, recv: Any, sent: Any) -> None:
         for stage in range(stages):
             rows = np.concatenate([p.stages[stage].recv for p in plans])
             rows = rows[rows[:, 0] // per != first // per]
-            for source in np.unique(rows[:, 0]):
-                spans = rows[rows[:, 0] == source, 1:]
-                spans = spans[np.argsort(spans[:, 0], kind="stable")]
-                ends = np.maximum.accumulate(spans[:, 1])
-                starts = np.maximum(spans[:, 0], np.concatenate([[-1], ends[:-1]]))
-                by_node[stage, source, first // per] = np.maximum(0, ends - starts).sum()
+            # One line for all sources, each on its own stretch: what lies beyond all earlier ends is new.
+            shift = rows[:, 0] * (plan.total_k + 1)
+            begins, stops = rows[:, 1] + shift, rows[:, 2] + shift
+            order = np.argsort(begins, kind="stable")
+            ends = np.maximum.accumulate(stops[order])
+            starts = np.maximum(begins[order], np.concatenate([[0], ends[:-1]]))
+            np.add.at(by_node[stage, :, first // per], rows[order, 0], np.maximum(0, ends - starts))
     for stage in range(stages):
         sent[stage, 1] = by_node[stage].sum(1)
         recv[stage, 1] = np.repeat(by_node[stage].sum(0) / per, per)[:world]
