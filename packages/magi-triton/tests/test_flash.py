@@ -178,6 +178,20 @@ def test_compiles_whole(device):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
+def test_new_lengths_compile_nothing_anew(device):
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(flash_attention, fullgraph=True, dynamic=True, backend=backend)
+    for rows, keys in ((20, 24), (21, 40), (33, 17)):
+        q, k, v = tensors(1, 2, 2, rows, keys, 16, HALF, device)
+        assert torch.equal(compiled(q, k, v, True), flash_attention(q, k, v, True))
+    assert len(compiles) == 1
+
+
 def test_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

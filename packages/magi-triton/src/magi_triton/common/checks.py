@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
+INFINITY = float("inf")  # compared with, since torch.compile does not trace math.isfinite of an argument
 
 
 def check_tensors(tensors: Mapping[str, Tensor], ndim: int | None = None) -> None:
@@ -79,7 +79,7 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
         return float(head_dim**-0.5)
     if not isinstance(scale, (int, float)):
         raise TypeError(f"sm_scale must be a number, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not -INFINITY < scale < INFINITY:
         raise ValueError(f"sm_scale must be finite, got {scale}")
     return float(scale)
 
@@ -92,7 +92,7 @@ def check_dropout(dropout_p: float) -> None:
 
 def check_softcap(softcap: float) -> None:
     """ValueError unless finite and not negative."""
-    if not (math.isfinite(softcap) and softcap >= 0.0):
+    if not 0.0 <= softcap < INFINITY:
         raise ValueError(f"softcap must be finite and not negative (0: none), got {softcap}")
 
 

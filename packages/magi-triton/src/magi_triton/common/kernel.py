@@ -132,4 +132,4 @@ def load_rows(p, rows, stride, num_rows, o_d, HEAD_DIM: tl.constexpr, BLOCK_D: t
 def store_rows(p, rows, stride, num_rows, o_d, b_x, HEAD_DIM: tl.constexpr):
     """Store a [rows, BLOCK_D] tile."""
     m_x = (rows[:, None] < num_rows) & (o_d[None, :] < HEAD_DIM)
-    tl.store(p + rows[:, None] * stride + o_d[None, :], b_x.to(p.dtype.element_ty), mask=m_x)
+    tl.store(p + rows.to(tl.int64)[:, None] * stride + o_d[None, :], b_x.to(p.dtype.element_ty), mask=m_x)

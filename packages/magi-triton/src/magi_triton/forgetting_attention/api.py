@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -57,7 +55,7 @@ def forgetting_attention(
     if rows > keys:
         raise ValueError(f"q must have at most as many rows as k has keys, got {rows} and {keys}")
     scale = checks.softmax_scale(sm_scale, q.shape[3])
-    if adaptive_threshold is not None and not (math.isfinite(adaptive_threshold) and adaptive_threshold <= 0):
+    if adaptive_threshold is not None and not -checks.INFINITY < adaptive_threshold <= 0:
         raise ValueError(f"adaptive_threshold must be None or a finite number <= 0, got {adaptive_threshold}")
     gates = log_fgate if head_first else log_fgate.transpose(1, 2)
     if seq_start is not None:
