@@ -215,6 +215,21 @@ def test_wrong_tensors_are_refused() -> None:
                 r"role must be 'q' .* or 'k' .*, got 'v'",
             ),
             (
+                lambda: api.dispatch([0.0] * 7, key),
+                TypeError,
+                "x must be a tensor, got list",
+            ),
+            (
+                lambda: torch.ops.magi_attention.dispatch(torch.zeros(9), key.handle, "q", 0.0, key.shard_q),
+                ValueError,
+                r"total_seqlen_q \(7\) rows, got shape \(9,\)",  # longer: picking rows from it would pass unseen
+            ),
+            (
+                lambda: torch.ops.magi_attention.undispatch(torch.zeros(9), key.handle, "q", False, 7),
+                ValueError,
+                r"x must have this rank's \d local tokens along dim 0",
+            ),
+            (
                 lambda: api.undispatch(torch.zeros(9), key),
                 ValueError,
                 r"x must have this rank's \d local tokens along dim 0",

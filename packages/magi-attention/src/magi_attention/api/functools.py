@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from magi_core.bands import Bands
+from magi_core.errors import checked_int
 from magi_core.mask_type import AttnMaskType
 from magi_core.ranges import AttnRange, AttnRanges
 from torch import Tensor
@@ -37,12 +38,11 @@ def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
     """Tokens to append so that ``cp_size`` ranks hold equally many chunks of ``chunk_size``.
 
     Raises:
-        ValueError: a negative total, or a size below one.
+        ValueError: a negative total, or a size below one. TypeError: one that is no int.
     """
-    if total_seqlen_q < 0:
-        raise ValueError(f"total_seqlen_q must not be negative, got {total_seqlen_q}")
-    if cp_size < 1 or chunk_size < 1:
-        raise ValueError(f"cp_size and chunk_size must be at least 1, got {cp_size} and {chunk_size}")
+    total_seqlen_q = checked_int(total_seqlen_q, "total_seqlen_q", minimum=0)
+    cp_size = checked_int(cp_size, "cp_size", minimum=1)
+    chunk_size = checked_int(chunk_size, "chunk_size", minimum=1)
     return -total_seqlen_q % (cp_size * chunk_size)
 
 

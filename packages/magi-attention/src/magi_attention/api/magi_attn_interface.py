@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from magi_core.checks import check_bool
+from magi_core.errors import checked_int
 from magi_core.flex_attn import AttnForwardMeta
 from magi_core.mask import Mask
 from torch import Tensor
@@ -36,7 +37,7 @@ def _configured(
     """The configuration with the deprecated arguments folded in."""
     if not isinstance(dist_attn_config, DistAttnConfig):
         raise TypeError(f"dist_attn_config must be a DistAttnConfig, got {type(dist_attn_config).__name__}")
-    if pad_size:
+    if pad_size is not None and checked_int(pad_size, "pad_size", minimum=0):
         warnings.warn(
             f"pad_size={pad_size} has no effect: padding is made by the key. Pass 0",
             DeprecationWarning,

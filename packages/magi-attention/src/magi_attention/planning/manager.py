@@ -55,39 +55,45 @@ class DistAttnRuntimeMgr:
         check_role(role)
         return self._transports[role]
 
-    @instrument_nvtx
-    def dispatch(self, x: Tensor, pad_value: float = 0.0, role: str = "q") -> Tensor:
-        """``(total, ...)`` on every rank to this rank's shard."""
+    def transport_of_whole(self, x: Tensor, role: str) -> Transport:
+        """``transport`` for ``x (total, ...)``; raises TypeError, ValueError when x is no such tensor."""
         transport = self.transport(role)
+        _check_tensor(x)
         total = transport.placement.total
         if x.dim() == 0 or x.shape[0] != total:
             raise ValueError(f"x must have the key's total_seqlen_{role} ({total}) rows, got shape {tuple(x.shape)}")
-        return Dispatch.apply(x, transport, float(pad_value))  # type: ignore[no-any-return]
+        return transport
 
-    @instrument_nvtx
-    def undispatch(self, x: Tensor, is_partial_grad: bool = False, role: str = "q") -> Tensor:
-        """This rank's shard to ``(total, ...)`` on every rank."""
+    def transport_of_shard(self, x: Tensor, dim: int, role: str) -> Transport:
+        """``transport`` for ``x`` with this rank's tokens along ``dim``; refuses one that has not."""
         transport = self.transport(role)
-        self._check_shard(x, 0, transport)
-        return Undispatch.apply(x, transport, check_bool(is_partial_grad, "is_partial_grad"))  # type: ignore[no-any-return]
-
-    @instrument_nvtx
-    def roll(self, x: Tensor, shift: int, dim: int = 0, role: str = "q", pad_value: float = 0.0) -> Tensor:
-        """The shard of the global tensor rolled by ``shift`` tokens along its sequence, which is ``dim`` of ``x``."""
-        transport = self.transport(role)
-        shift, dim = checked_int(shift, "shift", maximum=None), checked_int(dim, "dim")
-        if not -x.dim() <= dim < x.dim():
+        _check_tensor(x)
+        if not -x.dim() <= dim < max(x.dim(), 1):
             raise ValueError(f"dim must be a dim of x, within [{-x.dim()}, {x.dim()}), got {dim}")
-        self._check_shard(x, dim, transport)
-        return Roll.apply(x, transport, shift, dim, float(pad_value))  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _check_shard(x: Tensor, dim: int, transport: Transport) -> None:
         if x.dim() == 0 or x.shape[dim] != transport.shard_len:
             raise ValueError(
                 f"x must have this rank's {transport.shard_len} local tokens along dim {dim}, "
                 f"got shape {tuple(x.shape)}"
             )
+        return transport
+
+    @instrument_nvtx
+    def dispatch(self, x: Tensor, pad_value: float = 0.0, role: str = "q") -> Tensor:
+        """``(total, ...)`` on every rank to this rank's shard."""
+        return Dispatch.apply(x, self.transport_of_whole(x, role), float(pad_value))  # type: ignore[no-any-return]
+
+    @instrument_nvtx
+    def undispatch(self, x: Tensor, is_partial_grad: bool = False, role: str = "q") -> Tensor:
+        """This rank's shard to ``(total, ...)`` on every rank."""
+        transport = self.transport_of_shard(x, 0, role)
+        return Undispatch.apply(x, transport, check_bool(is_partial_grad, "is_partial_grad"))  # type: ignore[no-any-return]
+
+    @instrument_nvtx
+    def roll(self, x: Tensor, shift: int, dim: int = 0, role: str = "q", pad_value: float = 0.0) -> Tensor:
+        """The shard of the global tensor rolled by ``shift`` tokens along its sequence, which is ``dim`` of ``x``."""
+        shift, dim = checked_int(shift, "shift", maximum=None), checked_int(dim, "dim")
+        transport = self.transport_of_shard(x, dim, role)
+        return Roll.apply(x, transport, shift, dim, float(pad_value))  # type: ignore[no-any-return]
 
     def dispatch_qo(self, x: Tensor, pad_value: float = 0.0) -> Tensor:
         """``dispatch`` of queries, out and whatever goes with them."""
@@ -158,6 +164,11 @@ class DistAttnRuntimeMgr:
             k_ranges.extend(AttnRanges.from_ranges(k.tolist()))
             codes.extend(int(t) for t in types)
         return q_ranges, k_ranges, codes
+
+
+def _check_tensor(x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
 
 
 def _pairs(ranges: Any) -> list[Any]:

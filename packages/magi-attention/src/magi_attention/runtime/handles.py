@@ -25,6 +25,12 @@ class LivePlan(Protocol):
     def transport(self, role: str) -> Transport:
         """The placement of queries or keys."""
 
+    def transport_of_whole(self, x: Tensor, role: str) -> Transport:
+        """``transport``, once ``x`` is seen to be the whole of it."""
+
+    def transport_of_shard(self, x: Tensor, dim: int, role: str) -> Transport:
+        """``transport``, once ``x`` is seen to be a shard of it."""
+
 
 class Handles:
     """Table of live plans by handle. Thread-safe: each step is one dictionary operation."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .attention import DOUBLE_BACKWARD, backward, forward
 from .handles import handles
-from .transport import Transport, roll_along
+from .transport import roll_along
 
 NAMESPACE = "magi_attention"
 
@@ -49,13 +49,9 @@ for _name in SCHEMAS:
     _define(_name)
 
 
-def _transport(handle: Tensor, role: str) -> Transport:
-    return handles.get(handle).transport(role)
-
-
 @_impl("dispatch")
 def _dispatch(x: Tensor, handle: Tensor, role: str, pad_value: float, shard_len: int) -> Tensor:
-    return _transport(handle, role).scatter(x, pad_value)
+    return handles.get(handle).transport_of_whole(x, role).scatter(x, pad_value)
 
 
 @_fake("dispatch")
@@ -65,7 +61,7 @@ def _dispatch_fake(x: Tensor, handle: Tensor, role: str, pad_value: float, shard
 
 @_impl("undispatch")
 def _undispatch(x: Tensor, handle: Tensor, role: str, is_partial_grad: bool, total: int) -> Tensor:
-    return _transport(handle, role).gather(x)
+    return handles.get(handle).transport_of_shard(x, 0, role).gather(x)
 
 
 @_fake("undispatch")
@@ -75,7 +71,7 @@ def _undispatch_fake(x: Tensor, handle: Tensor, role: str, is_partial_grad: bool
 
 @_impl("reduce_scatter")
 def _reduce_scatter(x: Tensor, handle: Tensor, role: str, shard_len: int) -> Tensor:
-    return _transport(handle, role).reduce_scatter(x)
+    return handles.get(handle).transport_of_whole(x, role).reduce_scatter(x)
 
 
 @_fake("reduce_scatter")
@@ -85,7 +81,8 @@ def _reduce_scatter_fake(x: Tensor, handle: Tensor, role: str, shard_len: int) -
 
 @_impl("roll")
 def _roll(x: Tensor, handle: Tensor, role: str, shift: int, dim: int, pad_value: float) -> Tensor:
-    return roll_along(_transport(handle, role), x, shift, dim, pad_value).contiguous()
+    transport = handles.get(handle).transport_of_shard(x, dim, role)
+    return roll_along(transport, x, shift, dim, pad_value).contiguous()
 
 
 @_fake("roll")
@@ -95,7 +92,7 @@ def _roll_fake(x: Tensor, handle: Tensor, role: str, shift: int, dim: int, pad_v
 
 @_impl("position_ids")
 def _position_ids(handle: Tensor, role: str, shard_len: int, device: torch.device) -> Tensor:
-    return _transport(handle, role).positions(device).clone()
+    return handles.get(handle).transport(role).positions(device).clone()
 
 
 @_fake("position_ids")
