@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -87,6 +88,7 @@ def lines(case: Case, measured: Measured, broken: list[str]) -> Iterator[dict[st
             line["outside_bounds"] = broken
         if case.device == "cpu":
             line["threads"] = case.threads
+            line["omp_wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "")
         yield {**line, **surroundings(case.device), "command": command}
 
 
